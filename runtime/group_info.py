@@ -1,0 +1,56 @@
+"""What a compiler pass may know about a parameter group: plain, immutable data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class GroupInfo:
+    """A parameter group without its storage.
+
+    The op fakes and the graph passes read groups only through this class, so planning needs
+    neither weights nor a process group, and the same description makes a cache key.
+
+    Attributes:
+        name: stable name, equal on every rank and in every run ("0/blocks.0/0").
+        label: short name for people ("blocks.0", or "blocks.0[1]" for a second group).
+        fqns: for each tensor its fully qualified names, several when tied.
+        shapes: for each tensor its full shape.
+        offsets: for each tensor its element offset in the gathered flat buffer.
+        full_numel: elements of the gathered flat buffer, padding included.
+        local_numel: elements of this rank's flat shard.
+        dtype: compute dtype of the gathered buffer.
+        grad_comm_dtype: dtype in which gradients are reduced.
+        requires_grad: False for a frozen group.
+        mesh_shape: sizes of the data-parallel mesh axes, dp_outer first.
+        gathers: False when parameters are replicated and unsharding moves nothing.
+    """
+
+    name: str
+    label: str
+    fqns: tuple[tuple[str, ...], ...]
+    shapes: tuple[tuple[int, ...], ...]
+    offsets: tuple[int, ...]
+    full_numel: int
+    local_numel: int
+    dtype: torch.dtype
+    requires_grad: bool
+    mesh_shape: tuple[int, ...]
+    grad_comm_dtype: torch.dtype = torch.float32
+    gathers: bool = True
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the gathered flat buffer."""
+        return self.full_numel * self.dtype.itemsize
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that share this group."""
+        size = 1
+        for axis_size in self.mesh_shape:
+            size *= axis_size
+        return size

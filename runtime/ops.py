@@ -1,0 +1,216 @@
+"""The torch.library ops that compiled graphs call (``torch.ops.compile_fsdp.*``).
+
+Two families:
+
+*Markers*, functional, put into the graph by the parameter property while Dynamo traces:
+
+    parameter(shard, group, index) -> full parameter
+    parameter_grad(grad, group, index) -> a gradient shaped like ``shard``
+
+They say *which* parameter is read and *which* gradient is produced, nothing about when. Their
+implementations are right and slow (one gather or reduction for each call), so a sharded model
+also runs under ``backend="eager"``, ``"aot_eager"`` or ``"inductor"``.
+
+*Scheduled communication*, written by the passes in place of the markers:
+
+    unshard -> wait -> (reads of views of full) -> release
+    reduce_inner -> reduce_outer -> wait_reductions
+
+``after`` and ``issued`` take tensors that nobody reads: they carry order (design: "order is
+dataflow, not luck"). ``wait`` and ``release`` declare that they mutate ``full``, so a compiler
+keeps every read of ``full`` between them.
+
+Nothing here decides anything: each op finds its group by name and tells it what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from .registry import registry
+
+if TYPE_CHECKING:
+    from .parameter_group import FsdpParameterGroup
+
+NAMESPACE = "compile_fsdp"
+
+_SCHEMAS = (
+    "parameter(Tensor shard, str group, int index) -> Tensor",
+    "parameter_grad(Tensor grad, str group, int index) -> Tensor",
+    "unshard(Tensor shard, str group, Tensor[] after) -> Tensor",
+    "wait(Tensor(a!) full, str group, Tensor[] issued) -> ()",
+    "release(Tensor(a!) full, str group) -> ()",
+    "reduce_inner(Tensor[] gradients, str group, int[] indices, Tensor[] after) -> Tensor",
+    "reduce_outer(Tensor token, str group, Tensor[] after) -> Tensor",
+    "wait_reductions(Tensor(a!)[] tokens, str[] groups) -> ()",
+)
+
+_library = torch.library.Library(NAMESPACE, "DEF")
+for _schema in _SCHEMAS:
+    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def _group(name: str) -> FsdpParameterGroup:
+    return cast("FsdpParameterGroup", registry.lookup(name))
+
+
+def _implements(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the implementation of an op for every device.
+
+    Runs without autograd and outside inference mode: the runtime keeps what it allocates, and a
+    tensor born in inference mode could never be written again in training.
+    """
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        def kernel(*args: Any) -> Any:
+            with torch.inference_mode(False), torch.no_grad():
+                return function(*args)
+
+        _library.impl(name, kernel, "CompositeExplicitAutograd")
+        return function
+
+    return register
+
+
+def new_token(device: torch.device) -> torch.Tensor:
+    """A fresh one-element tensor that stands for "this has been issued".
+
+    Never shared between calls: a compiler may reuse the memory of a dead token.
+    """
+    return torch.empty(1, device=device)
+
+
+# Markers ----------------------------------------------------------------------------------------
+
+
+@_implements("parameter")
+def _parameter(shard: torch.Tensor, group: str, index: int) -> torch.Tensor:
+    return _group(group).copy_full_parameter(index)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::parameter", lib=_library)
+def _parameter_fake(shard: torch.Tensor, group: str, index: int) -> torch.Tensor:
+    info = registry.lookup(group).info
+    return shard.new_empty(info.shapes[index], dtype=info.dtype)
+
+
+def _parameter_setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, ctx.group, ctx.index = inputs
+
+
+def _parameter_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    return torch.ops.compile_fsdp.parameter_grad(grad, ctx.group, ctx.index), None, None
+
+
+torch.library.register_autograd(
+    f"{NAMESPACE}::parameter",
+    _parameter_backward,
+    setup_context=_parameter_setup_context,
+    lib=_library,
+)
+
+
+@_implements("parameter_grad")
+def _parameter_grad(grad: torch.Tensor, group: str, index: int) -> torch.Tensor:
+    live = _group(group)
+    live.context.finish_at_end_of_backward()
+    live.reduce_gradients({index: grad})
+    # Autograd wants a gradient for the flat leaf. The real one has gone into main_grad; a
+    # stride-0 zero costs nothing, and the end of the backward drops it.
+    return grad.new_zeros((), dtype=live.info.dtype).expand(live.info.local_numel)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::parameter_grad", lib=_library)
+def _parameter_grad_fake(grad: torch.Tensor, group: str, index: int) -> torch.Tensor:
+    info = registry.lookup(group).info
+    return grad.new_empty((info.local_numel,), dtype=info.dtype)
+
+
+# Scheduled communication -----------------------------------------------------------------------
+
+
+@_implements("unshard")
+def _unshard(shard: torch.Tensor, group: str, after: Sequence[torch.Tensor]) -> torch.Tensor:
+    live = _group(group)
+    if not after:
+        live.context.begin_graph()
+    live.acquire()
+    return live.full_local_tensor
+
+
+@torch.library.register_fake(f"{NAMESPACE}::unshard", lib=_library)
+def _unshard_fake(shard: torch.Tensor, group: str, after: Sequence[torch.Tensor]) -> torch.Tensor:
+    info = registry.lookup(group).info
+    return shard.new_empty((info.full_numel,), dtype=info.dtype)
+
+
+@_implements("wait")
+def _wait(full: torch.Tensor, group: str, issued: Sequence[torch.Tensor]) -> None:
+    _group(group).wait_for_unshard()
+
+
+@torch.library.register_fake(f"{NAMESPACE}::wait", lib=_library)
+def _wait_fake(full: torch.Tensor, group: str, issued: Sequence[torch.Tensor]) -> None:
+    return None
+
+
+@_implements("release")
+def _release(full: torch.Tensor, group: str) -> None:
+    _group(group).drop()
+
+
+@torch.library.register_fake(f"{NAMESPACE}::release", lib=_library)
+def _release_fake(full: torch.Tensor, group: str) -> None:
+    return None
+
+
+@_implements("reduce_inner")
+def _reduce_inner(
+    gradients: Sequence[torch.Tensor],
+    group: str,
+    indices: Sequence[int],
+    after: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    live = _group(group)
+    if live.gradients_wanted():
+        live.reduce_gradients(dict(zip(indices, gradients, strict=True)))
+    return new_token(live.device)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::reduce_inner", lib=_library)
+def _reduce_inner_fake(
+    gradients: Sequence[torch.Tensor],
+    group: str,
+    indices: Sequence[int],
+    after: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    return gradients[0].new_empty((1,), dtype=torch.float32)
+
+
+@_implements("reduce_outer")
+def _reduce_outer(token: torch.Tensor, group: str, after: Sequence[torch.Tensor]) -> torch.Tensor:
+    live = _group(group)
+    if live.context.is_last_microbatch and live.gradients_wanted():
+        live.reduce_outer_gradients()
+    return new_token(live.device)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::reduce_outer", lib=_library)
+def _reduce_outer_fake(
+    token: torch.Tensor, group: str, after: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    return torch.empty_like(token)
+
+
+@_implements("wait_reductions")
+def _wait_reductions(tokens: Sequence[torch.Tensor], groups: Sequence[str]) -> None:
+    for name in groups:
+        _group(name).context.wait_for_reductions()
+
+
+@torch.library.register_fake(f"{NAMESPACE}::wait_reductions", lib=_library)
+def _wait_reductions_fake(tokens: Sequence[torch.Tensor], groups: Sequence[str]) -> None:
+    return None

@@ -1,0 +1,48 @@
+"""Every private torch name that the runtime leans on, with the reason.
+
+Nothing else in ``compile_fsdp.runtime`` may spell a name of torch that starts with an
+underscore. Each function below says what upstream behaviour it needs, so that the day a name
+goes away there is one place to look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+
+
+def in_backward() -> bool:
+    """True on a thread that autograd's engine is running a backward on.
+
+    There is no public question for "is a backward running here". The engine gives each backward
+    a graph task id and keeps it in thread-local state; -1 means none.
+    """
+    return cast(int, torch._C._current_graph_task_id()) != -1
+
+
+def backward_id() -> int:
+    """The id of the backward that this thread runs, -1 outside of one (see `in_backward`)."""
+    return cast(int, torch._C._current_graph_task_id())
+
+
+def will_accumulate(leaf: torch.Tensor) -> bool:
+    """Whether the running backward was asked for the gradient of ``leaf``.
+
+    ``torch.autograd.grad(loss, inputs)`` executes a compiled backward as a whole, parameter
+    gradients included; only the engine knows that nobody asked for them. Must be called inside
+    a backward. Outside of one (gradients computed by a forward graph) the answer is True.
+    """
+    if not in_backward():
+        return True
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    return cast(bool, torch._C._will_engine_execute_node(node))
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the running backward has executed all its nodes.
+
+    The engine's callback queue has no public name, although DDP and FSDP2 both depend on it.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
