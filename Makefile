@@ -1,0 +1,55 @@
+# On a machine with Python 3.11 or newer and pip: `make demo` trains a language model on two
+# sharded processes, `make test` runs the tests. Both make the environment .venv first.
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.complete
+PIP_FLAGS := $(if $(CI),--quiet)
+
+# Torch's thread pools of several processes on few cores slow each other down.
+export OMP_NUM_THREADS ?= 1
+
+# Two processes, about a minute of training on two cores.
+PROCESSES ?= 2
+DEMO_ARGS ?= --out runs/demo --fresh
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint typecheck clean
+
+help:
+	@echo "make demo       train a small language model, sharded over $(PROCESSES) processes"
+	@echo "make test       run the tests (PYTEST_ARGS=... narrows them)"
+	@echo "make lint       ruff: style and imports"
+	@echo "make typecheck  mypy --strict"
+	@echo "make clean      remove the environment, caches and builds (runs/ stays)"
+
+demo: $(STAMP)
+	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=$(PROCESSES) \
+		examples/train_lm.py $(DEMO_ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/python -m ruff check .
+
+typecheck: $(STAMP)
+	$(BIN)/python -m mypy
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp is written last: an environment whose making was interrupted is finished, or made
+# anew when its pip does not run, by the next call.
+$(STAMP): pyproject.toml constraints.txt
+	@rm -f $@
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { \
+		python="$$(PYTHON='$(PYTHON)' .ci/find-python)" && \
+		echo "making $(VENV) with $$python" && \
+		"$$python" -m venv --clear $(VENV); }
+	@echo "installing torch and the pinned tools into $(VENV) (once; this takes some minutes)"
+	$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt setuptools
+	$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt --no-build-isolation \
+		-e ".[test,examples,dev]"
+	@touch $@
