@@ -1,0 +1,1 @@
+"""The runtime: flat distributed buffers, collectives and streams. Imported as compile_fsdp.runtime."""

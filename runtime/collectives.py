@@ -1,0 +1,282 @@
+"""The collectives of the runtime, on flat tensors: the only calls of torch.distributed's.
+
+Each starts on a `Lane` and returns at once. Two backends matter and the tensor's device tells
+them apart: NCCL for CUDA and gloo for CPU (or torch's fake backend, which takes either path).
+
+What gloo does badly was measured (torch 2.13, 2 and 4 ranks on two cores) and is avoided:
+
+- It has no AVG: sum, then multiply by 1/N.
+- Its reduce-scatter takes about twice as long as an all-to-all and a local sum for buffers of
+  4 MiB and more, and no less for small ones: the latter is used.
+- It fails on an all-gather of unequal parts. One broadcast for each rank, all in flight
+  together and straight into the output, beats an all-to-all, which would need a copy of the
+  input for each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from compile_fsdp.runtime.streams import Lane, Waitable
+
+__all__ = ["CollectiveRecord", "all_gather", "all_reduce", "recorded", "reduce_scatter"]
+
+# torch 2.13 deprecated the first of each pair of public names in favour of the second.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True)
+class CollectiveRecord:
+    """One collective that was started.
+
+    Attributes:
+        kind: ``"all_gather"``, ``"reduce_scatter"`` or ``"all_reduce"``.
+        bytes: Size of the full (unsharded) buffer.
+        ranks: Global ranks of the group.
+        label: What the caller named it.
+    """
+
+    kind: str
+    bytes: int
+    ranks: tuple[int, ...]
+    label: str
+
+
+# The lists of the `recorded` contexts that are open. Not a context variable: backward may run
+# in autograd's own threads, which do not inherit one.
+_open_recordings: list[list[CollectiveRecord]] = []
+
+
+@contextmanager
+def recorded() -> Iterator[list[CollectiveRecord]]:
+    """Collect a record of every collective that is started while the context is open."""
+    records: list[CollectiveRecord] = []
+    _open_recordings.append(records)
+    try:
+        yield records
+    finally:
+        # By identity: two open recordings may be equal.
+        _open_recordings[:] = [other for other in _open_recordings if other is not records]
+
+
+def all_gather(
+    lane: Lane,
+    output: torch.Tensor,
+    input: torch.Tensor,
+    group: dist.ProcessGroup,
+    sizes: Sequence[int] | None = None,
+    *,
+    depends: bool = False,
+    label: str = "",
+) -> None:
+    """Gather every rank's ``input`` into ``output``, in rank order.
+
+    Args:
+        lane: Where the collective runs.
+        output: 1-D contiguous, as long as all inputs together.
+        input: 1-D contiguous; may be the rank's own slice of ``output``.
+        group: The ranks taking part. With one rank there is no communication.
+        sizes: Elements of each rank's input, when they are unequal; the same on every rank.
+        depends: ``input`` is written by something that is still on the lane.
+        label: Name for `recorded`.
+
+    Raises:
+        ValueError: Sizes of output, input and ``sizes`` do not fit.
+    """
+    sizes = _check_sizes("all_gather", output, input, group, sizes)
+    if group.size() == 1 or output.numel() == 0:
+        _copy_unless_same(lane, output, input)
+        return
+    _record("all_gather", output, group, label)
+    parts = list(output.split(list(sizes)))
+
+    def start() -> Waitable | None:
+        if len(set(sizes)) == 1:
+            return _all_gather_single(output, input, group=group, async_op=True)
+        if output.device.type == "cuda":
+            return dist.all_gather(parts, input, group=group, async_op=True)
+        return _broadcast_each(parts, input, group)
+
+    lane.collective(start, depends=depends)
+
+
+def reduce_scatter(
+    lane: Lane,
+    output: torch.Tensor,
+    input: torch.Tensor,
+    group: dist.ProcessGroup,
+    sizes: Sequence[int] | None = None,
+    *,
+    average: bool,
+    depends: bool = False,
+    label: str = "",
+) -> None:
+    """Add up every rank's ``input`` and leave the rank's own part of the sum in ``output``.
+
+    On gloo the ranks' parts are added in rank order. ``input`` must stay alive and unchanged
+    until the lane has run; the lane's queue holds a reference to it until then.
+
+    Args:
+        lane: Where the collective runs.
+        output: 1-D contiguous; may be the rank's own slice of ``input``.
+        input: 1-D contiguous, as long as all outputs together.
+        group: The ranks taking part. With one rank there is no communication.
+        sizes: Elements of each rank's output, when they are unequal; the same on every rank.
+        average: Divide by the number of ranks.
+        depends: ``input`` is written by something that is still on the lane.
+        label: Name for `recorded`.
+
+    Raises:
+        ValueError: Sizes of output, input and ``sizes`` do not fit.
+    """
+    sizes = _check_sizes("reduce_scatter", input, output, group, sizes)
+    if group.size() == 1 or input.numel() == 0:
+        _copy_unless_same(lane, output, input)
+        return
+    _record("reduce_scatter", input, group, label)
+    if output.device.type != "cuda":
+        _reduce_scatter_by_all_to_all(lane, output, input, group, sizes, average, depends)
+        return
+    op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+    parts = list(input.split(list(sizes)))
+
+    def start() -> Waitable | None:
+        if len(set(sizes)) == 1:
+            return _reduce_scatter_single(output, input, op=op, group=group, async_op=True)
+        return dist.reduce_scatter(output, parts, op=op, group=group, async_op=True)
+
+    lane.collective(start, depends=depends)
+
+
+def all_reduce(
+    lane: Lane,
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup,
+    *,
+    average: bool,
+    depends: bool = False,
+    label: str = "",
+) -> None:
+    """Replace ``tensor`` (1-D contiguous) by the sum, or the average, over the group's ranks.
+
+    ``depends``: ``tensor`` is written by something that is still on the lane.
+    """
+    if group.size() == 1 or tensor.numel() == 0:
+        return
+    _record("all_reduce", tensor, group, label)
+    on_cuda = tensor.device.type == "cuda"
+    op = dist.ReduceOp.AVG if average and on_cuda else dist.ReduceOp.SUM
+    lane.collective(
+        lambda: dist.all_reduce(tensor, op=op, group=group, async_op=True), depends=depends
+    )
+    if average and not on_cuda:
+        lane.then(_without_autograd(lambda: tensor.mul_(1.0 / group.size())))
+
+
+class _Works:
+    """Several works that are waited for together."""
+
+    def __init__(self, works: list[Waitable]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+def _broadcast_each(
+    parts: list[torch.Tensor], input: torch.Tensor, group: dist.ProcessGroup
+) -> Waitable:
+    own = parts[group.rank()]
+    if not _same_memory(own, input):
+        with torch.inference_mode(False), torch.no_grad():
+            own.copy_(input)
+    works: list[Waitable] = []
+    for rank, part in enumerate(parts):
+        if part.numel():
+            source = dist.get_global_rank(group, rank)
+            work = dist.broadcast(part, source, group=group, async_op=True)
+            if work is not None:
+                works.append(work)
+    return _Works(works)
+
+
+def _reduce_scatter_by_all_to_all(
+    lane: Lane,
+    output: torch.Tensor,
+    input: torch.Tensor,
+    group: dist.ProcessGroup,
+    sizes: Sequence[int],
+    average: bool,
+    depends: bool,
+) -> None:
+    ranks = group.size()
+    received = torch.empty(ranks * output.numel(), dtype=input.dtype, device=input.device)
+
+    def start() -> Waitable | None:
+        return dist.all_to_all_single(
+            received, input, [output.numel()] * ranks, list(sizes), group=group, async_op=True
+        )
+
+    def add_up() -> None:
+        parts = received.view(ranks, output.numel())
+        if ranks == 2:
+            torch.add(parts[0], parts[1], out=output)
+        else:
+            torch.sum(parts, dim=0, out=output)
+        if average:
+            output.mul_(1.0 / ranks)
+
+    lane.collective(start, depends=depends)
+    lane.then(_without_autograd(add_up))
+
+
+def _check_sizes(
+    kind: str,
+    full: torch.Tensor,
+    part: torch.Tensor,
+    group: dist.ProcessGroup,
+    sizes: Sequence[int] | None,
+) -> Sequence[int]:
+    ranks = group.size()
+    if sizes is None:
+        sizes = [part.numel()] * ranks
+    if len(sizes) != ranks or sum(sizes) != full.numel() or sizes[group.rank()] != part.numel():
+        raise ValueError(
+            f"{kind} over {ranks} ranks: rank {group.rank()} has a part of {part.numel()} "
+            f"elements and a full buffer of {full.numel()}, which does not fit the ranks' sizes "
+            f"{list(sizes)}; pass sizes= when the parts are unequal"
+        )
+    return sizes
+
+
+def _copy_unless_same(lane: Lane, output: torch.Tensor, input: torch.Tensor) -> None:
+    if not _same_memory(output, input):
+        lane.then(_without_autograd(lambda: output.copy_(input)))
+
+
+def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.device == b.device and a.dtype == b.dtype and a.data_ptr() == b.data_ptr()
+
+
+def _without_autograd(fn: Callable[[], object]) -> Callable[[], None]:
+    def call() -> None:
+        # A lane is drained by whoever waits, under whatever mode that caller is in.
+        with torch.inference_mode(False), torch.no_grad():
+            fn()
+
+    return call
+
+
+def _record(kind: str, full: torch.Tensor, group: dist.ProcessGroup, label: str) -> None:
+    if _open_recordings:
+        ranks = tuple(dist.get_process_group_ranks(group))
+        record = CollectiveRecord(kind, full.numel() * full.element_size(), ranks, label)
+        for records in _open_recordings:
+            records.append(record)
