@@ -116,11 +116,12 @@ torch.library.register_autograd(
 @_implements("parameter_grad")
 def _parameter_grad(grad: torch.Tensor, group: str, index: int) -> torch.Tensor:
     live = _group(group)
-    live.context.finish_at_end_of_backward()
-    live.reduce_gradients({index: grad})
-    # Autograd wants a gradient for the flat leaf. The real one has gone into main_grad; a
-    # stride-0 zero costs nothing, and the end of the backward drops it.
-    return grad.new_zeros((), dtype=live.info.dtype).expand(live.info.local_numel)
+    if live.gradients_wanted():
+        live.reduce_gradients({index: grad})
+        live.context.finish_at_end_of_backward()
+    # Autograd wants a gradient for the flat leaf. The real one has gone into main_grad; the end
+    # of the backward drops this one.
+    return grad.new_zeros(live.info.local_numel, dtype=live.info.dtype)
 
 
 @torch.library.register_fake(f"{NAMESPACE}::parameter_grad", lib=_library)

@@ -22,11 +22,6 @@ def in_backward() -> bool:
     return cast(int, torch._C._current_graph_task_id()) != -1
 
 
-def backward_id() -> int:
-    """The id of the backward that this thread runs, -1 outside of one (see `in_backward`)."""
-    return cast(int, torch._C._current_graph_task_id())
-
-
 def will_accumulate(leaf: torch.Tensor) -> bool:
     """Whether the running backward was asked for the gradient of ``leaf``.
 

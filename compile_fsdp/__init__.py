@@ -1,0 +1,38 @@
+"""compile_fsdp: fully sharded data parallel training whose communication is compiled.
+
+Shard a model with `fully_shard`, compile it with ``torch.compile(model, backend="compile_fsdp")``
+and train as usual; without ``torch.compile`` the same runtime is driven by module hooks.
+"""
+
+import compile_fsdp.runtime.ops  # noqa: F401  (registers torch.ops.compile_fsdp)
+
+from .fully_shard import fully_shard, microbatch
+from .module import FsdpModule
+from .optimizer import fully_shard_optimizer
+from .runtime.dbuffer import DBuffer
+from .runtime.mixed_precision import MixedPrecisionPolicy
+from .runtime.placement import (
+    BlockAtomic,
+    Flat,
+    Placements,
+    RowAtomic,
+    ShardLayout,
+    TensorAtomic,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BlockAtomic",
+    "DBuffer",
+    "Flat",
+    "FsdpModule",
+    "MixedPrecisionPolicy",
+    "Placements",
+    "RowAtomic",
+    "ShardLayout",
+    "TensorAtomic",
+    "fully_shard",
+    "fully_shard_optimizer",
+    "microbatch",
+]

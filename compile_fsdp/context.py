@@ -1,0 +1,120 @@
+"""FsdpContext: what the FSDP modules of one root share.
+
+It adds to the runtime's `GroupContext` what the eager driver needs: the order of units for
+prefetching, which forwards are running, and what was unsharded on demand. It knows units, not
+modules.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+import torch
+
+from compile_fsdp.runtime.context import GroupContext
+from compile_fsdp.runtime.parameter_group import FsdpParameterGroup, Phase
+from compile_fsdp.runtime.torch_internals import in_backward
+
+if TYPE_CHECKING:
+    from .module import FsdpUnit
+
+
+class FsdpContext(GroupContext):
+    """Orders, nesting and on-demand holds of one root's units."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._forward_order: list[FsdpUnit] = []
+        self._next: dict[Phase, dict[FsdpUnit, FsdpUnit]] = {}
+        self._on_demand: dict[FsdpParameterGroup, None] = {}
+
+    def set_orders(self, forward: list[FsdpUnit], backward: list[FsdpUnit]) -> None:
+        """Fix the prefetch orders: forward as ``named_modules`` lists the units, backward parent
+        first and children reversed."""
+        self._forward_order = forward
+        self._next = {
+            Phase.FORWARD: dict(itertools.pairwise(forward)),
+            Phase.BACKWARD: dict(itertools.pairwise(backward)),
+        }
+
+    @property
+    def units(self) -> list[FsdpUnit]:
+        """All units, in forward order; the root is first."""
+        return self._forward_order
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether an eager forward of this root, or any backward, is running."""
+        return self.eager_depth > 0 or in_backward()
+
+    def unshard_on_demand(self, group: FsdpParameterGroup) -> None:
+        """Unshard a group that no hook has (its owner's ``forward`` was not called), until the
+        outermost forward or the backward ends."""
+        if group not in self._on_demand:
+            group.acquire()
+            self._on_demand[group] = None
+            if in_backward():
+                self.finish_at_end_of_backward()
+        group.wait_for_unshard()
+
+    def enter_forward(self, unit: FsdpUnit) -> None:
+        """``unit``'s eager forward begins.
+
+        A root that begins a forward, or a unit that begins one while its own is running, means
+        that an exception ended the one before: what that left behind is dropped.
+        """
+        interrupted = unit is self._forward_order[0] or unit.phase is Phase.FORWARD
+        if self.eager_depth > 0 and interrupted:
+            self.eager_depth = 0
+        if self.eager_depth == 0:
+            self.begin_graph()
+        self.eager_depth += 1
+
+    def leave_forward(self) -> None:
+        """An eager forward ended; the outermost one drops what nobody holds any more."""
+        self.eager_depth -= 1
+        if self.eager_depth == 0:
+            self._drop_on_demand()
+            for group in self.groups():
+                if group.is_unsharded and not group.is_held:
+                    group.reshard_parameters()
+
+    def drop_leftovers(self) -> None:
+        """See `GroupContext.drop_leftovers`; units go back to RESTING."""
+        super().drop_leftovers()
+        self._on_demand.clear()
+        for unit in self._forward_order:
+            unit.forget()
+
+    def end_of_backward(self) -> None:
+        """Finish every unit whose backward did not end by itself, then the gradients."""
+        for unit in self._forward_order:
+            if unit.phase is Phase.BACKWARD:
+                self.finish_unit_backward(unit)
+        self._drop_on_demand()
+        for group in self.groups():
+            group.reduce_gradients()
+        for group in self.groups():
+            if group.is_unsharded and not group.is_held:
+                group.reshard_parameters()
+        super().end_of_backward()
+
+    def finish_unit_backward(self, unit: FsdpUnit) -> None:
+        """Release ``unit``'s weights, then reduce what gradients it has."""
+        unit.drop_all()
+        unit.move_to(Phase.RESTING)
+        for group in unit.groups:
+            group.reduce_gradients()
+
+    def prefetch_after(self, unit: FsdpUnit, phase: Phase) -> None:
+        """Start the gathers of the unit that comes after ``unit`` in ``phase``'s order."""
+        following = self._next[phase].get(unit)
+        if following is not None:
+            following.prefetch(phase)
+
+    def _drop_on_demand(self) -> None:
+        for group in list(self._on_demand):
+            del self._on_demand[group]
+            if group.is_held:
+                group.drop()

@@ -1,0 +1,352 @@
+"""fully_shard and microbatch: what turns an nn.Module into a sharded one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Placement, Replicate
+
+from compile_fsdp.runtime.mixed_precision import MixedPrecisionPolicy
+from compile_fsdp.runtime.parameter_group import (
+    FsdpParameterGroup,
+    get_containing_parameter_group,
+)
+from compile_fsdp.runtime.placement import Placements, ShardLayout
+from compile_fsdp.runtime.registry import registry
+
+from .context import FsdpContext
+from .eager import install_hooks
+from .module import (
+    SLOTS_ATTRIBUTE,
+    UNIT_ATTRIBUTE,
+    FsdpModule,
+    FsdpUnit,
+    ParameterSlot,
+    class_cache,
+)
+
+
+def fully_shard(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    placements: Placements | None = None,
+    mixed_precision_policy: MixedPrecisionPolicy | None = None,
+    use_symm_mem: bool = False,
+    *,
+    grad_scale: float = 1.0,
+    shard_layout: ShardLayout = ShardLayout.PADDED,
+    parameter_to_owner: Mapping[nn.Parameter, int] | None = None,
+) -> None:
+    """Shard ``module`` in place: it owns every parameter below it that no FSDP child owns.
+
+    Apply it bottom-up, children first, then their parents::
+
+        for block in model.blocks:
+            fully_shard(block, mesh)
+        fully_shard(model, mesh)
+
+    Each call makes parameter groups, one for each (dtype, requires_grad), which are gathered,
+    released and reduced as one flat buffer. Every rank must make the same calls in the same
+    order, with the same weights.
+
+    Args:
+        module: the module to shard. Its parameters are on the mesh's device or on meta.
+        mesh: the device mesh; ``placements.dp_axes`` name its data-parallel axes.
+        placements: what is sharded over which axis. None: ZeRO-3 on a 1-D mesh, HSDP on a 2-D one.
+        mixed_precision_policy: dtypes of main weights and gradients. None: fp32 main weights,
+            gradients in the parameter's dtype.
+        use_symm_mem: stage communication in symmetric memory.
+        grad_scale: factor on every gradient contribution of these parameters.
+        shard_layout: ``PADDED`` gives every rank a segment of equal size.
+        parameter_to_owner: for ``TensorAtomic``: which rank holds which parameter.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: ``module`` is sharded already, has no parameters at all, one of its
+            parameters is owned by another FSDP module or is on another device type than the
+            mesh, or the placements do not fit the mesh. The module is then exactly as before.
+        NotImplementedError: a feature of the signature that is not available yet.
+    """
+    _check_types(module, mesh, placements, mixed_precision_policy)
+    _check_not_sharded(module)
+    placements = placements if placements is not None else _default_placements(mesh)
+    dp_mesh = _data_parallel_mesh(mesh, placements)
+    owned = _owned_parameters(module)
+    _check_devices(owned, mesh)
+
+    before = {parameter: (parameter.data, dict(parameter.__dict__)) for parameter in owned.values()}
+    try:
+        groups = tuple(
+            FsdpParameterGroup(
+                module,
+                members,
+                dp_mesh,
+                *_group_placements(placements, members, dp_mesh),
+                mixed_precision_policy or MixedPrecisionPolicy(),
+                grad_scale,
+                use_symm_mem,
+                parameter_to_owner,
+                shard_layout,
+            )
+            for members in _partition(owned)
+        )
+    except BaseException:
+        for parameter, (data, attributes) in before.items():
+            parameter.data = data
+            parameter.__dict__.clear()
+            parameter.__dict__.update(attributes)
+        raise
+    _commit(module, groups, mesh)
+
+
+@contextlib.contextmanager
+def microbatch(module: nn.Module, is_last: bool) -> Iterator[None]:
+    """Say whether the backwards inside belong to the last microbatch of an optimizer step.
+
+    Gradients accumulate over microbatches; reductions over axes whose gradient placement is
+    partial (DDP, ZeRO-1, the outer axis of HSDP) run on the last one only. Outside of this
+    context every backward counts as the last. The previous setting comes back on exit.
+
+    Args:
+        module: a sharded module, or one that has sharded modules below it.
+        is_last: True for the microbatch after which the optimizer steps.
+
+    Raises:
+        ValueError: no module at or below ``module`` is sharded.
+    """
+    contexts = list(
+        {unit.context: None for _, unit in _units(module)}  # ordered, each once
+    )
+    if not contexts:
+        raise ValueError(
+            f"microbatch: nothing at or below this {type(module).__name__} is sharded; call "
+            "fully_shard first"
+        )
+    previous = [context.is_last_microbatch for context in contexts]
+    for context in contexts:
+        context.is_last_microbatch = bool(is_last)
+    try:
+        yield
+    finally:
+        for context, value in zip(contexts, previous, strict=True):
+            context.is_last_microbatch = value
+
+
+# Checks ---------------------------------------------------------------------------------------
+
+
+def _check_types(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    placements: Placements | None,
+    policy: MixedPrecisionPolicy | None,
+) -> None:
+    for name, value, expected, optional in (
+        ("module", module, nn.Module, False),
+        ("mesh", mesh, DeviceMesh, False),
+        ("placements", placements, Placements, True),
+        ("mixed_precision_policy", policy, MixedPrecisionPolicy, True),
+    ):
+        if not isinstance(value, expected) and not (optional and value is None):
+            raise TypeError(
+                f"fully_shard: {name} must be a {expected.__name__}"
+                f"{' or None' if optional else ''}, got {type(value).__name__}"
+            )
+
+
+def _check_not_sharded(module: nn.Module) -> None:
+    if isinstance(module, FsdpModule):
+        raise ValueError(
+            f"this {type(module).__name__} is sharded already; call fully_shard once for each "
+            "module, children before their parents"
+        )
+
+
+def _default_placements(mesh: DeviceMesh) -> Placements:
+    if mesh.ndim == 1:
+        return Placements.zero3(mesh)
+    if mesh.ndim == 2:
+        return Placements.hsdp(mesh)
+    raise ValueError(
+        f"fully_shard: placements=None needs a 1-D mesh (ZeRO-3) or a 2-D mesh (HSDP), got a "
+        f"{mesh.ndim}-D mesh {mesh}; pass placements=Placements(dp_axes, ...) naming the "
+        "data-parallel axes"
+    )
+
+
+def _data_parallel_mesh(mesh: DeviceMesh, placements: Placements) -> DeviceMesh:
+    axes = cast("tuple[int, ...]", placements.resolve(mesh).dp_axes)
+    if axes == tuple(range(mesh.ndim)):
+        return mesh
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise ValueError(
+            f"fully_shard: placements use axes {axes} of a {mesh.ndim}-D mesh that has no axis "
+            "names; build it with init_device_mesh(..., mesh_dim_names=(...))"
+        )
+    return mesh[tuple(names[axis] for axis in axes)]
+
+
+def _owned_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """FQN -> parameter for everything below ``module`` that no FSDP child owns, ties included.
+
+    Raises:
+        ValueError: a parameter is owned by a module outside, or there is nothing to shard.
+    """
+    owned: dict[str, nn.Parameter] = {}
+    children: dict[str, nn.Module] = {}
+    _collect(module, "", owned, children, set())
+    for fqn, parameter in owned.items():
+        group = get_containing_parameter_group(parameter)
+        if group is not None:
+            raise ValueError(
+                f"parameter {fqn!r} is already owned by the FSDP module at "
+                f"{group.label!r} (as {group.parameters_by_tensor[parameter].fqns[0]!r}): a tied "
+                "or shared parameter must have one owner. Call fully_shard on a common parent "
+                "instead of on the module that owns it now"
+            )
+    if not owned and not children:
+        raise ValueError(
+            f"fully_shard: this {type(module).__name__} has no parameters and no sharded "
+            "modules below it, so there is nothing to shard; call it on a module with parameters"
+        )
+    return owned
+
+
+def _collect(
+    module: nn.Module,
+    prefix: str,
+    owned: dict[str, nn.Parameter],
+    children: dict[str, nn.Module],
+    seen: set[nn.Module],
+) -> None:
+    if module in seen:
+        return
+    seen.add(module)
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            owned[prefix + name] = parameter
+    for name, child in module._modules.items():
+        if child is None:
+            continue
+        if isinstance(child, FsdpModule):
+            children[prefix + name] = child
+        else:
+            _collect(child, f"{prefix}{name}.", owned, children, seen)
+
+
+def _check_devices(owned: Mapping[str, nn.Parameter], mesh: DeviceMesh) -> None:
+    for fqn, parameter in owned.items():
+        if parameter.device.type not in (mesh.device_type, "meta"):
+            raise ValueError(
+                f"parameter {fqn!r} is on {parameter.device} but the mesh is for "
+                f"{mesh.device_type!r} devices; move the module first "
+                f"(module.to({mesh.device_type!r})) or build the mesh with "
+                f"init_device_mesh({parameter.device.type!r}, ...)"
+            )
+
+
+# Grouping -------------------------------------------------------------------------------------
+
+
+def _partition(owned: Mapping[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:
+    """Split into groups that share dtype and requires_grad, in order of first appearance.
+
+    0-D parameters have no dim 0 to shard: they form replicated groups of their own.
+    """
+    groups: dict[tuple[torch.dtype, bool, bool], dict[str, nn.Parameter]] = {}
+    for fqn, parameter in owned.items():
+        key = (parameter.dtype, parameter.requires_grad, parameter.ndim == 0)
+        groups.setdefault(key, {})[fqn] = parameter
+    return list(groups.values())
+
+
+def _group_placements(
+    placements: Placements, members: Mapping[str, nn.Parameter], mesh: DeviceMesh
+) -> tuple[Sequence[Placement], Sequence[Placement], Sequence[Placement]]:
+    if next(iter(members.values())).ndim > 0:
+        return placements.parameter, placements.gradient, placements.optimizer
+    replicated = [Replicate()] * mesh.ndim
+    return replicated, [Partial("avg")] * mesh.ndim, replicated
+
+
+# Committing -----------------------------------------------------------------------------------
+
+
+def _commit(module: nn.Module, groups: tuple[FsdpParameterGroup, ...], mesh: DeviceMesh) -> None:
+    """Everything that changes the module; nothing here fails for what a user passed."""
+    device = groups[0].device if groups else torch.device(mesh.device_type)
+    context = FsdpContext(device)
+    unit = FsdpUnit(groups, context)
+    module.__dict__[UNIT_ATTRIBUTE] = unit
+    for group in groups:
+        for parameter in group.parameters:
+            for fqn in parameter.fqns:
+                owner_fqn, _, name = fqn.rpartition(".")
+                module.get_submodule(owner_fqn)._parameters[name] = parameter.sharded
+    _swap_class(module, (), is_fsdp_module=True)
+    _adopt(module, context)
+    for group in groups:
+        _install_slots(module, group)
+    install_hooks(module, unit)
+
+
+def _adopt(module: nn.Module, context: FsdpContext) -> None:
+    """Put ``module``'s unit and all units below it into ``context``, named from this root."""
+    root = registry.next_root()
+    for fqn, unit in _units(module):
+        unit.fqn = fqn
+        unit.context = context
+        for number, group in enumerate(unit.groups):
+            label = fqn or "root"
+            group.rename(
+                f"{root}/{fqn}/{number}",
+                label if len(unit.groups) == 1 else f"{label}[{number}]",
+            )
+            context.add_group(group)
+    for child in module.modules():
+        for slot in child.__dict__.get(SLOTS_ATTRIBUTE, {}).values():
+            slot.group_name = slot.group.name
+    context.set_orders([unit for _, unit in _units(module)], _backward_order(module, set()))
+
+
+def _units(module: nn.Module) -> Iterator[tuple[str, FsdpUnit]]:
+    for fqn, child in module.named_modules():
+        unit = child.__dict__.get(UNIT_ATTRIBUTE)
+        if unit is not None:
+            yield fqn, unit
+
+
+def _backward_order(module: nn.Module, seen: set[nn.Module]) -> list[FsdpUnit]:
+    """Parent first, children reversed."""
+    if module in seen:
+        return []
+    seen.add(module)
+    own = module.__dict__.get(UNIT_ATTRIBUTE)
+    order = [] if own is None else [own]
+    for child in reversed(list(module.children())):
+        order.extend(_backward_order(child, seen))
+    return order
+
+
+def _install_slots(module: nn.Module, group: FsdpParameterGroup) -> None:
+    names_by_owner: dict[nn.Module, dict[str, ParameterSlot]] = {}
+    for index, parameter in enumerate(group.parameters):
+        for fqn in parameter.fqns:
+            owner_fqn, _, name = fqn.rpartition(".")
+            owner = module.get_submodule(owner_fqn)
+            names_by_owner.setdefault(owner, {})[name] = ParameterSlot(group, index)
+    for owner, slots in names_by_owner.items():
+        owner.__dict__.setdefault(SLOTS_ATTRIBUTE, {}).update(slots)
+        _swap_class(owner, tuple(owner.__dict__[SLOTS_ATTRIBUTE]), isinstance(owner, FsdpModule))
+
+
+def _swap_class(module: nn.Module, names: tuple[str, ...], is_fsdp_module: bool) -> None:
+    """Give ``module`` the generated subclass for ``names``, derived from its original class."""
+    original = getattr(type(module), "_fsdp_original_class", type(module))
+    module.__class__ = class_cache.subclass(original, names, is_fsdp_module)

@@ -1,0 +1,111 @@
+"""fully_shard_optimizer: step hooks that keep gradients and model weights in their dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from compile_fsdp.runtime.parameter_group import (
+    get_containing_parameter_group,
+    sync_model_weights_from_main_weights,
+)
+
+
+def fully_shard_optimizer(
+    optimizer: torch.optim.Optimizer, *, precision_aware: bool = False
+) -> None:
+    """Prepare ``optimizer`` for sharded parameters; call it once, after ``fully_shard``.
+
+    Before each step, gradients whose dtype differs from their parameter's are cast to it; after
+    it, the original gradients come back and model weights are refreshed from main weights.
+    Without this call model weights are refreshed after every backward instead, which is right
+    but does the work for every microbatch, and gradients keep ``main_grads_dtype``.
+
+    Args:
+        optimizer: any optimizer over (some of) the sharded model's parameters.
+        precision_aware: the optimizer accepts gradients of another dtype than the parameter's:
+            they are not cast.
+
+    Raises:
+        TypeError: not a ``torch.optim.Optimizer``.
+        ValueError: none of its parameters is sharded, or it has been prepared already.
+        NotImplementedError: later, by ``step(closure)``.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"fully_shard_optimizer needs a torch.optim.Optimizer, got {type(optimizer).__name__}"
+        )
+    if hasattr(optimizer, _HOOKS_ATTRIBUTE):
+        raise ValueError(
+            f"this {type(optimizer).__name__} has been through fully_shard_optimizer already; "
+            "call it once"
+        )
+    if not any(get_containing_parameter_group(p) is not None for p in _parameters(optimizer)):
+        raise ValueError(
+            f"no parameter of this {type(optimizer).__name__} is sharded; build the optimizer "
+            "from model.parameters() after fully_shard"
+        )
+    hooks = _StepHooks(precision_aware)
+    hooks.mark_synced(optimizer)
+    optimizer.register_step_pre_hook(hooks.before_step)
+    optimizer.register_step_post_hook(hooks.after_step)
+    setattr(optimizer, _HOOKS_ATTRIBUTE, hooks)
+
+
+_HOOKS_ATTRIBUTE = "_compile_fsdp_hooks"
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for param_group in optimizer.param_groups:
+        yield from param_group["params"]
+
+
+class _StepHooks:
+    """What one optimizer's step does before and after."""
+
+    def __init__(self, precision_aware: bool) -> None:
+        self._precision_aware = precision_aware
+        self._original_gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    @staticmethod
+    def mark_synced(optimizer: torch.optim.Optimizer) -> None:
+        """Tell the groups that this optimizer refreshes their model weights."""
+        for parameter in _parameters(optimizer):
+            group = get_containing_parameter_group(parameter)
+            if group is not None:
+                group.syncs_with_optimizer = True
+
+    def before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is not None:
+            raise NotImplementedError(
+                f"{type(optimizer).__name__}.step(closure) is not supported with sharded "
+                "parameters: run forward and backward first, then call step() without a closure"
+            )
+        self.mark_synced(optimizer)
+        self._original_gradients.clear()
+        if self._precision_aware:
+            return
+        for parameter in _parameters(optimizer):
+            gradient = parameter.grad
+            if gradient is not None and gradient.dtype != parameter.dtype:
+                self._original_gradients.append((parameter, gradient))
+                _set_gradient(parameter, gradient.to(parameter.dtype))
+
+    def after_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        for parameter, gradient in self._original_gradients:
+            _set_gradient(parameter, gradient)
+        self._original_gradients.clear()
+        sync_model_weights_from_main_weights(list(_parameters(optimizer)))
+
+
+def _set_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    parameter.grad = None
+    parameter.grad_dtype = gradient.dtype
+    parameter.grad = gradient

@@ -1,0 +1,125 @@
+"""What the parameter groups of one root share while they run.
+
+A `GroupContext` owns the communication lanes, the microbatch flag and the bookkeeping of a
+backward (which groups reduced, what must happen when it ends). It knows groups, not modules:
+the module-level half is ``compile_fsdp.context.FsdpContext``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from .streams import Lane, make_lane
+from .torch_internals import at_end_of_backward, in_backward
+
+if TYPE_CHECKING:
+    from .parameter_group import FsdpParameterGroup
+
+
+@dataclass(frozen=True)
+class CommunicationLanes:
+    """One in-order lane for each kind of communication that may overlap the others."""
+
+    gather: Lane
+    reduce_inner: Lane
+    reduce_outer: Lane
+
+    @classmethod
+    def create(cls, device: torch.device) -> CommunicationLanes:
+        """New lanes on ``device``."""
+        return cls(
+            gather=make_lane(device, "gather"),
+            reduce_inner=make_lane(device, "reduce_inner"),
+            reduce_outer=make_lane(device, "reduce_outer"),
+        )
+
+
+class GroupContext:
+    """Lanes, microbatch state and backward bookkeeping of one root's parameter groups.
+
+    Attributes:
+        lanes: the lanes all of its groups communicate on.
+        is_last_microbatch: whether a backward that runs now ends an optimizer step.
+        eager_depth: how many hooked forwards of this root are on the Python stack.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.lanes = CommunicationLanes.create(device)
+        self.is_last_microbatch = True
+        self.eager_depth = 0
+        self._groups: list[weakref.ref[FsdpParameterGroup]] = []
+        self._reduced: dict[FsdpParameterGroup, None] = {}
+        self._finish_queued = False
+
+    def add_group(self, group: FsdpParameterGroup) -> None:
+        """Take ``group`` in: it communicates on this context's lanes from now on."""
+        self._groups.append(weakref.ref(group))
+        group.context = self
+
+    def groups(self) -> Iterator[FsdpParameterGroup]:
+        """The live groups, in the order they were added."""
+        for reference in self._groups:
+            group = reference()
+            if group is not None:
+                yield group
+
+    def begin_graph(self) -> None:
+        """A compiled graph is about to issue its first gather.
+
+        The gather lane first waits for what compute wrote (an optimizer step). If nothing of
+        this root can be running, a group that is still held was left behind by an exception, and
+        what it holds may be older than the last optimizer step: it is dropped.
+        """
+        if self.eager_depth == 0 and not in_backward():
+            self.drop_leftovers()
+        self.lanes.gather.wait_current()
+
+    def drop_leftovers(self) -> None:
+        """Release every group that an interrupted forward or backward left unsharded."""
+        for group in self.groups():
+            group.drop_all()
+        self._reduced.clear()
+        self._finish_queued = False
+
+    def note_reduction(self, group: FsdpParameterGroup) -> None:
+        """Remember that ``group`` has put gradients into its main gradient in this backward."""
+        self._reduced[group] = None
+
+    def finish_at_end_of_backward(self) -> None:
+        """Have `end_of_backward` called once when the running backward is over.
+
+        Graphs that carry their own reduce_outer and wait_reductions nodes do not need it.
+        Outside a backward there is no end to wait for, and reductions finish at once. A backward
+        nested in another (reentrant activation checkpointing) is not an end.
+        """
+        if not in_backward():
+            self.end_of_backward()
+        elif not self._finish_queued:
+            self._finish_queued = True
+            at_end_of_backward(self._on_backward_end)
+
+    def _on_backward_end(self) -> None:
+        self._finish_queued = False
+        with torch.no_grad():
+            self.end_of_backward()
+
+    def end_of_backward(self) -> None:
+        """Finish gradients: outer reductions on the last microbatch, then wait for all of them."""
+        if self.is_last_microbatch:
+            for group in list(self._reduced):
+                group.reduce_outer_gradients()
+        for group in self._reduced:
+            group.flat_leaf.grad = None
+        self.wait_for_reductions()
+
+    def wait_for_reductions(self) -> None:
+        """Compute issued after this sees finished gradients."""
+        self.lanes.reduce_inner.synchronize()
+        self.lanes.reduce_outer.synchronize()
+        self._reduced.clear()

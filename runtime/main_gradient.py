@@ -1,0 +1,176 @@
+"""MainGradient: where a parameter group's gradients accumulate over a step.
+
+Gradients arrive in contributions (one for each backward, or several where a graph broke)::
+
+    contribution 1   partial --reduce--> shard   writes   main_grad   (begins the step)
+    contribution 2   partial --reduce--> shard   adds to  main_grad
+    last microbatch  main_grad --outer reduction--> pre_optimizer_main_grad (its own slice)
+
+A step begins when no parameter has a ``.grad``: that is what ``zero_grad()`` leaves behind, and
+needs no flag that a user's loop could forget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Placement, Shard
+
+from .dbuffer import DBuffer
+from .streams import Event, Lane
+
+
+class MainGradient:
+    """The gradient accumulator of one group.
+
+    Args:
+        allocate: makes a new buffer at the gradient placements.
+        finished_placements: placements a finished gradient has (the optimizer's).
+        parameters: the sharded parameters, in tensor order, whose ``.grad`` is bound here.
+
+    Attributes:
+        buffer: the accumulator at the gradient placements.
+        finished: its view at the optimizer's placements.
+    """
+
+    def __init__(
+        self,
+        allocate: Callable[[], DBuffer],
+        finished_placements: Sequence[Placement],
+        parameters: Sequence[nn.Parameter],
+    ) -> None:
+        self._allocate = allocate
+        self._finished_placements = tuple(finished_placements)
+        self._parameters = tuple(parameters)
+        self._use(allocate())
+        # What a group without gradients shows: the same buffers, without memory.
+        self._unallocated = (self.buffer, self.finished)
+        self.buffer.release_storage()
+        self._needs_outer = self.buffer.placements != self.finished.placements
+        self._stale = False
+        self._carry: torch.Tensor | None = None
+        self._outer_event: Event | None = None
+
+    def _use(self, buffer: DBuffer) -> None:
+        self.buffer = buffer
+        self.finished = buffer.view(self._finished_placements)
+
+    def accumulate(
+        self, partial: DBuffer, indices: Sequence[int], scale: float, lane: Lane
+    ) -> None:
+        """Reduce ``partial`` to the gradient placements on ``lane`` and take ``scale`` times it in.
+
+        ``.grad`` of the parameters in ``indices`` is bound at once; values are there when the
+        lane has run.
+        """
+        if self._outer_event is not None:
+            lane.wait_event(self._outer_event)
+            self._outer_event = None
+        begins = self._begin_contribution()
+        reduced = reduce_to(partial, self.buffer.placements, lane)
+        target = self.buffer.local
+
+        def take_in() -> None:
+            with torch.inference_mode(False), torch.no_grad():
+                if not begins:
+                    target.add_(reduced.local, alpha=scale)
+                elif scale == 1.0:
+                    target.copy_(reduced.local)
+                else:
+                    torch.mul(reduced.local, scale, out=target)
+
+        lane.then(take_in)
+        self._bind(self.buffer, [i for i in indices if self._parameters[i].grad is None])
+
+    def _begin_contribution(self) -> bool:
+        """Ready the accumulator; True if the contribution must overwrite it.
+
+        A new step gets new storage rather than the old one again: a gradient that the user kept
+        from the last step stays what it was.
+        """
+        missing = [i for i, parameter in enumerate(self._parameters) if parameter.grad is None]
+        if len(missing) == len(self._parameters):
+            self._use(self._allocate())
+            self._stale = False
+            self._carry = None
+            return True
+        if missing:
+            # Dropped by the user, or never bound: their parts start from zero.
+            torch._foreach_zero_([self.buffer.get_local_tensor(index) for index in missing])
+        if self._stale:
+            # Finished gradients were kept (several backwards, or zeroed in place). They are set
+            # aside and come back after the next outer reduction, which must see only what has
+            # not been reduced yet.
+            self._carry = self.finished.local.clone()
+            self.buffer.local.zero_()
+            self._stale = False
+        return False
+
+    def finish(self, lane: Lane, accumulated: Event) -> None:
+        """Reduce over the axes that are still partial, on ``lane`` after ``accumulated``.
+
+        Binds ``.grad`` to the finished gradient. Nothing happens where the gradient placements
+        leave nothing partial, or nothing is new.
+        """
+        if not self._needs_outer or self._stale or self.buffer is self._unallocated[0]:
+            return
+        lane.wait_event(accumulated)
+        finished, carry = self.finished, self._carry
+        self._carry = None
+        redistribute_stepwise(self.buffer, finished, lane)
+        if carry is not None:
+            kept = carry
+
+            def add_back() -> None:
+                with torch.inference_mode(False), torch.no_grad():
+                    finished.local.add_(kept)
+
+            lane.then(add_back)
+        self._outer_event = lane.record_event()
+        self._stale = True
+        bound = [i for i, parameter in enumerate(self._parameters) if parameter.grad is not None]
+        for index in bound:
+            self._parameters[index].grad = None
+        self._bind(finished, bound)
+
+    def release_if_unused(self) -> None:
+        """Let go of the storage when no parameter's ``.grad`` refers to it any more."""
+        if self.buffer is not self._unallocated[0]:
+            if all(parameter.grad is None for parameter in self._parameters):
+                self.buffer, self.finished = self._unallocated
+
+    def _bind(self, buffer: DBuffer, indices: Sequence[int]) -> None:
+        for index in indices:
+            self._parameters[index].grad = buffer.get_dtensor(index)
+
+
+def redistribute_stepwise(source: DBuffer, target: DBuffer, lane: Lane) -> None:
+    """Redistribute ``source`` into ``target``, one axis at a time, outer axes first.
+
+    Outer first because a segment is cut by dp_inner first and by dp_outer second: undoing the
+    outer cut yields whole dp_inner segments.
+    """
+    axes = [
+        axis
+        for axis, (old, new) in enumerate(zip(source.placements, target.placements, strict=True))
+        if old != new
+    ]
+    current = source
+    for axis in axes:
+        placements = list(current.placements)
+        placements[axis] = target.placements[axis]
+        out = target if axis == axes[-1] else None
+        current = current.redistribute(placements, out=out, lane=lane)
+
+
+def reduce_to(partial: DBuffer, placements: Sequence[Placement], lane: Lane) -> DBuffer:
+    """Reduce-scatter ``partial`` over every axis that ``placements`` shards, inner first."""
+    current = partial
+    for axis in reversed(range(len(placements))):
+        if isinstance(placements[axis], Shard):
+            step = list(current.placements)
+            step[axis] = placements[axis]
+            current = current.redistribute(step, lane=lane)
+    return current

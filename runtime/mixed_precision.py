@@ -1,0 +1,59 @@
+"""Which dtype each buffer of a parameter group has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Dtypes of main weights, main gradients and gradient communication.
+
+    The compute dtype is not here: it is the dtype the module's parameters have when
+    ``fully_shard`` is called (``model.to(torch.bfloat16)`` before sharding trains in bf16 with
+    fp32 main weights under the default policy).
+
+    Args:
+        main_params_dtype: dtype of the copy the optimizer updates. None means fp32. It is
+            never narrower than the parameter itself (fp64 parameters keep fp64 main weights),
+            and parameters that are not floating point keep their own dtype.
+        main_grads_dtype: dtype gradients accumulate in; None means the parameter's own dtype.
+        grad_comm_dtype: dtype gradients are reduced in; None means ``main_grads_dtype``.
+
+    Raises:
+        TypeError: a value is neither None nor a floating-point ``torch.dtype``.
+    """
+
+    main_params_dtype: torch.dtype | None = torch.float32
+    main_grads_dtype: torch.dtype | None = None
+    grad_comm_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("main_params_dtype", "main_grads_dtype", "grad_comm_dtype"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if not isinstance(value, torch.dtype) or not value.is_floating_point:
+                raise TypeError(
+                    f"MixedPrecisionPolicy.{name} must be None or a floating-point torch.dtype, "
+                    f"got {value!r}"
+                )
+
+    def resolve(self, parameter_dtype: torch.dtype) -> ResolvedPrecision:
+        """The dtypes of a group whose parameters have ``parameter_dtype``."""
+        if not parameter_dtype.is_floating_point:
+            return ResolvedPrecision(parameter_dtype, parameter_dtype, parameter_dtype)
+        main = torch.promote_types(self.main_params_dtype or torch.float32, parameter_dtype)
+        grads = self.main_grads_dtype or parameter_dtype
+        return ResolvedPrecision(main, grads, self.grad_comm_dtype or grads)
+
+
+@dataclass(frozen=True)
+class ResolvedPrecision:
+    """A policy applied to one parameter dtype: no None is left."""
+
+    main_params_dtype: torch.dtype
+    main_grads_dtype: torch.dtype
+    grad_comm_dtype: torch.dtype

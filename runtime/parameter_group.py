@@ -1,0 +1,626 @@
+"""FsdpParameterGroup: parameters that are gathered, released and reduced together.
+
+One group owns up to four flat buffers with one layout::
+
+    main_weight    what the optimizer updates       placements.optimizer   main_params_dtype
+    model_weight   what compute gathers             placements.parameter   parameter dtype
+    full           the gathered model weight        replicated             parameter dtype
+    main_grad      where gradients accumulate       placements.gradient    main_grads_dtype
+
+``main_weight`` and ``model_weight`` share storage wherever dtype allows; ``full`` has storage
+only while somebody holds the group unsharded. The group does not know who asks: the eager hooks
+and the compiled graphs drive it through the same few methods.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+from .context import GroupContext
+from .dbuffer import DBuffer
+from .group_info import GroupInfo
+from .layout import GlobalLayout, padded_layout
+from .main_gradient import MainGradient, redistribute_stepwise
+from .mixed_precision import MixedPrecisionPolicy, ResolvedPrecision
+from .placement import ShardLayout
+from .registry import registry
+from .streams import Event
+from .torch_internals import in_backward, will_accumulate
+
+_CONTAINING_PARAMETER_GROUP_ATTR = "_mfsdp_parameter_group"
+
+ALIGNMENT_BYTES = 16
+"""Tensor starts and rank segments are aligned to this: vector loads, and NCCL's fast path."""
+
+
+class Phase(enum.Enum):
+    """What a module is doing, and so what its group is unsharded for."""
+
+    RESTING = "resting"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+@dataclass(frozen=True, eq=False)
+class FsdpParameter:
+    """One logical parameter of a group; compared by identity.
+
+    Attributes:
+        fqns: its fully qualified names below the owning module, several when tied.
+        sharded: a Parameter over the DTensor of this rank's main weight; what optimizers see.
+        unsharded: the user's original Parameter (materialised if it was on meta), a view of the
+            gathered buffer; what compute sees.
+    """
+
+    fqns: tuple[str, ...]
+    sharded: nn.Parameter
+    unsharded: nn.Parameter
+
+
+def get_containing_parameter_group(parameter: torch.Tensor) -> FsdpParameterGroup | None:
+    """The live group that ``parameter`` (its sharded or its unsharded form) belongs to."""
+    reference = getattr(parameter, _CONTAINING_PARAMETER_GROUP_ATTR, None)
+    return None if reference is None else reference()
+
+
+def sync_model_weights_from_main_weights(parameters: Sequence[torch.Tensor]) -> None:
+    """Bring the model weights of all groups that ``parameters`` belong to up to date.
+
+    Each group is refreshed once; parameters that belong to no group are ignored. Call it after
+    writing main weights outside of an optimizer prepared by ``fully_shard_optimizer``.
+    """
+    groups: dict[FsdpParameterGroup, None] = {}
+    for parameter in parameters:
+        group = get_containing_parameter_group(parameter)
+        if group is not None:
+            groups[group] = None
+    for group in groups:
+        group.sync_model_weight_from_main_weight()
+
+
+class FsdpParameterGroup:
+    """A set of parameters of one dtype and one ``requires_grad``, sharded as one buffer.
+
+    Args:
+        owning_module: the FSDP module whose parameters these are; held weakly.
+        fqn_to_parameter: names relative to ``owning_module``; the order is tensor order. A tied
+            parameter counts once, under all of its names.
+        mesh: the data-parallel mesh, dp_outer before dp_inner when it has two axes.
+        model_weight_placements, main_grad_placements, main_weight_placements: one placement for
+            each mesh axis (``Placements.parameter`` / ``.gradient`` / ``.optimizer``).
+        mixed_precision_policy: dtypes of main weights, main gradients and their communication.
+        grad_scale: factor on every gradient contribution (expert parallelism: a rank's experts
+            already saw ``ep_size`` ranks' tokens).
+        use_symmetric_memory: stage communication in symmetric memory; not available yet.
+        parameter_to_owner: for ``TensorAtomic`` layouts; not available yet.
+        shard_layout: ``PADDED`` gives every rank a segment of the same size.
+
+    Raises:
+        ValueError: no parameter, or parameters that differ in dtype or requires_grad.
+        NotImplementedError: a feature of the signature that is not available yet.
+    """
+
+    def __init__(
+        self,
+        owning_module: nn.Module,
+        fqn_to_parameter: Mapping[str, nn.Parameter],
+        mesh: DeviceMesh,
+        model_weight_placements: Sequence[Placement],
+        main_grad_placements: Sequence[Placement],
+        main_weight_placements: Sequence[Placement],
+        mixed_precision_policy: MixedPrecisionPolicy,
+        grad_scale: float = 1.0,
+        use_symmetric_memory: bool = False,
+        parameter_to_owner: Mapping[nn.Parameter, int] | None = None,
+        shard_layout: ShardLayout = ShardLayout.PADDED,
+    ) -> None:
+        _refuse_unavailable(use_symmetric_memory, parameter_to_owner, shard_layout)
+        originals = _unique_parameters(fqn_to_parameter)
+        first = next(iter(originals))
+        precision = mixed_precision_policy.resolve(first.dtype)
+        self._owning_module = weakref.ref(owning_module)
+        self.mesh = mesh
+        self.device = _mesh_device(mesh)
+        self.grad_scale = grad_scale
+        self.requires_grad = first.requires_grad
+        self.dtype = first.dtype
+        self.grad_comm_dtype = precision.grad_comm_dtype
+        self.label = ""
+        self.name = ""
+        self.context = GroupContext(self.device)
+        self.syncs_with_optimizer = False
+
+        frozen = not self.requires_grad
+        main_placements = model_weight_placements if frozen else main_weight_placements
+        main_dtype = self.dtype if frozen else precision.main_params_dtype
+        self._create_weights(
+            list(originals), model_weight_placements, main_placements, main_dtype, precision
+        )
+        self.flat_leaf = nn.Parameter(self.model_weight.local, requires_grad=self.requires_grad)
+        self.parameters = tuple(
+            self._bind_parameter(index, original, tuple(fqns))
+            for index, (original, fqns) in enumerate(originals.items())
+        )
+        if self._gathers:
+            # Not before: a view cannot be made of released memory.
+            self._full.release_storage()
+        self._gradient = (
+            None
+            if frozen
+            else self._create_gradient(main_grad_placements, main_placements, precision)
+        )
+
+        self._holders = 0
+        self._unsharded = not self._gathers
+        self._ready: Event | None = None
+        self._ready_for: dict[Phase, Event] = {}
+        self._model_weight_stale = False
+        self._maybe_stepped = True
+
+    # Construction ------------------------------------------------------------------------------
+
+    def _create_weights(
+        self,
+        originals: list[nn.Parameter],
+        model_placements: Sequence[Placement],
+        main_placements: Sequence[Placement],
+        main_dtype: torch.dtype,
+        precision: ResolvedPrecision,
+    ) -> None:
+        smallest = min(
+            dtype.itemsize for dtype in (self.dtype, precision.main_grads_dtype, main_dtype)
+        )
+        self.layout: GlobalLayout = padded_layout(
+            [tuple(original.shape) for original in originals],
+            _shard_count(self.mesh, main_placements),
+            alignment=max(1, ALIGNMENT_BYTES // smallest),
+        )
+        self.model_weight = DBuffer.distribute_tensors(
+            [original.detach() for original in originals],
+            self.mesh,
+            model_placements,
+            dtype=self.dtype,
+            device=self.device,
+            layout=self.layout,
+        )
+        self.post_optimizer_model_weight = self.model_weight.view(main_placements)
+        if main_dtype != self.dtype:
+            # From the originals, not from the cast model weight: nothing of an initial value
+            # that is representable in the main dtype is lost.
+            self.main_weight = DBuffer.distribute_tensors(
+                [original.detach() for original in originals],
+                self.mesh,
+                main_placements,
+                dtype=main_dtype,
+                device=self.device,
+                layout=self.layout,
+            )
+        elif tuple(main_placements) == tuple(model_placements):
+            self.main_weight = self.model_weight
+        else:
+            self.main_weight = self.post_optimizer_model_weight
+        replicated = [Replicate()] * self.mesh.ndim
+        self._gathers = tuple(model_placements) != tuple(replicated)
+        if self._gathers:
+            self._full = self._new_buffer(replicated, self.dtype)
+        else:
+            self._full = self.model_weight
+
+    def _create_gradient(
+        self,
+        grad_placements: Sequence[Placement],
+        main_placements: Sequence[Placement],
+        precision: ResolvedPrecision,
+    ) -> MainGradient:
+        sharded = [parameter.sharded for parameter in self.parameters]
+        for parameter in sharded:
+            parameter.grad_dtype = precision.main_grads_dtype
+
+        def allocate() -> DBuffer:
+            return self._new_buffer(grad_placements, precision.main_grads_dtype)
+
+        return MainGradient(allocate, main_placements, sharded)
+
+    def _new_buffer(self, placements: Sequence[Placement], dtype: torch.dtype) -> DBuffer:
+        return DBuffer(
+            self.mesh,
+            placements,
+            self.layout.tensor_shapes,
+            dtype,
+            self.device,
+            layout=self.layout,
+        )
+
+    def _bind_parameter(
+        self, index: int, original: nn.Parameter, fqns: tuple[str, ...]
+    ) -> FsdpParameter:
+        """Make the sharded and the unsharded form of one parameter, with the user's attributes."""
+        attributes = dict(original.__dict__)
+        full_view = self._full.get_local_tensor(index)
+        if original.device.type == "meta" or original.device != full_view.device:
+            unsharded = nn.Parameter(full_view, requires_grad=original.requires_grad)
+            unsharded.__dict__.update(attributes)
+        else:
+            unsharded = original
+            unsharded.data = full_view
+        sharded = nn.Parameter(
+            self.main_weight.get_dtensor(index), requires_grad=original.requires_grad
+        )
+        sharded.__dict__.update(attributes)
+        for parameter in (sharded, unsharded):
+            setattr(parameter, _CONTAINING_PARAMETER_GROUP_ATTR, weakref.ref(self))
+        return FsdpParameter(fqns, sharded, unsharded)
+
+    @property
+    def main_grad(self) -> DBuffer | None:
+        """The gradient accumulator at the gradient placements; None when the group is frozen.
+
+        It has no storage while no parameter has a ``.grad``.
+        """
+        return None if self._gradient is None else self._gradient.buffer
+
+    @property
+    def pre_optimizer_main_grad(self) -> DBuffer | None:
+        """The view of ``main_grad`` at the optimizer's placements; None when frozen."""
+        return None if self._gradient is None else self._gradient.finished
+
+    # Identity ----------------------------------------------------------------------------------
+
+    @property
+    def owning_module(self) -> nn.Module:
+        """The module that owns these parameters.
+
+        Raises:
+            RuntimeError: it has been deleted.
+        """
+        module = self._owning_module()
+        if module is None:
+            raise RuntimeError(
+                f"parameter group {self.name or self.label!r} outlived the module that owned it: "
+                "keep the sharded module alive while its group is in use"
+            )
+        return module
+
+    @property
+    def parameters_by_tensor(self) -> dict[torch.Tensor, FsdpParameter]:
+        """Each parameter under its sharded and its unsharded tensor."""
+        return {
+            tensor: parameter
+            for parameter in self.parameters
+            for tensor in (parameter.sharded, parameter.unsharded)
+        }
+
+    def rename(self, name: str, label: str) -> None:
+        """Give the group its registry name and its label for people."""
+        if self.name:
+            registry.unregister(self.name)
+        self.name = name
+        self.label = label
+        registry.register(name, self)
+
+    @property
+    def info(self) -> GroupInfo:
+        """This group as plain data, for passes and op fakes."""
+        return GroupInfo(
+            name=self.name,
+            label=self.label,
+            fqns=tuple(parameter.fqns for parameter in self.parameters),
+            shapes=tuple(tuple(shape) for shape in self.layout.tensor_shapes),
+            offsets=tuple(self.layout.tensor_to_offset),
+            full_numel=self.layout.size,
+            local_numel=self.model_weight.local.numel(),
+            dtype=self.dtype,
+            requires_grad=self.requires_grad,
+            mesh_shape=tuple(self.mesh.shape),
+            grad_comm_dtype=self.grad_comm_dtype,
+            gathers=self._gathers,
+        )
+
+    # Main weight -> model weight ---------------------------------------------------------------
+
+    def sync_model_weight_from_main_weight(self) -> None:
+        """Write what an optimizer step changed into the model weight.
+
+        Only the optimizer's view of the model weight is written. Where the model weight is wider
+        (ZeRO-1, ZeRO-2, HFSDP) it is stale until the next unshard redistributes it.
+        """
+        if self.main_weight.local.data_ptr() != self.post_optimizer_model_weight.local.data_ptr():
+            self.post_optimizer_model_weight.local.copy_(self.main_weight.local)
+        self._model_weight_stale = (
+            self.post_optimizer_model_weight.placements != self.model_weight.placements
+        )
+        self._maybe_stepped = False
+
+    def _refresh_model_weight(self) -> None:
+        if self._maybe_stepped and not self.syncs_with_optimizer:
+            self.sync_model_weight_from_main_weight()
+        if self._model_weight_stale:
+            lane = self.context.lanes.gather
+            lane.wait_current()
+            redistribute_stepwise(self.post_optimizer_model_weight, self.model_weight, lane)
+            self._model_weight_stale = False
+            if not self._gathers:
+                self._ready = lane.record_event()
+
+    # Unshard and reshard -----------------------------------------------------------------------
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether the full parameters have storage (a gather may still be in flight)."""
+        return self._unsharded
+
+    @property
+    def full_local_tensor(self) -> torch.Tensor:
+        """The gathered flat buffer, 1-D, ``info.full_numel`` elements of the compute dtype."""
+        return self._full.local
+
+    def unshard_parameters(self, phase: Phase | None = None) -> None:
+        """Start gathering the full parameters on the gather lane; idempotent while unsharded.
+
+        Refreshes a stale model weight first. Returns at once: `wait_for_unshard` orders compute
+        behind the gather. ``phase`` names what the ready event is recorded for.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            self._refresh_model_weight()
+            if not self._unsharded:
+                lane = self.context.lanes.gather
+                with lane.allocating():
+                    self._full.reallocate_storage()
+                redistribute_stepwise(self.model_weight, self._full, lane)
+                self._unsharded = True
+                self._ready = lane.record_event()
+        if phase is not None and self._ready is not None:
+            self._ready_for[phase] = self._ready
+
+    def wait_for_unshard(self, phase: Phase | None = None) -> None:
+        """Compute issued after this may read the full parameters.
+
+        Raises:
+            RuntimeError: nothing was unsharded.
+        """
+        if not self._unsharded:
+            raise RuntimeError(
+                f"parameter group {self.label or self.name!r}: wait_for_unshard was called while "
+                "the parameters are sharded; call unshard_parameters first"
+            )
+        event = self._ready if phase is None else self._ready_for.get(phase, self._ready)
+        if event is not None:
+            event.wait()
+
+    def reshard_parameters(self) -> None:
+        """Return to shards: the full parameters lose their storage, whoever holds them."""
+        self._holders = 0
+        if self._unsharded and self._gathers:
+            self.release_unsharded_storage()
+
+    def release_unsharded_storage(self, *, rowwise_only: bool = False) -> None:
+        """Resize the gathered buffer to zero, ordered after the compute issued so far.
+
+        Views that autograd saved stay valid objects; they come back to life with the next
+        unshard. ``rowwise_only`` is for quantised groups, which have planes to tell apart; here
+        there is one plane, and it keeps its storage.
+        """
+        if rowwise_only or not self._gathers:
+            return
+        lane = self.context.lanes.gather
+        if self._ready is not None:
+            # A gather may be in flight into this very storage.
+            self._ready.wait()
+        lane.wait_current()
+        with lane.allocating():
+            self._full.release_storage()
+        self._unsharded = False
+        self._ready = None
+        self._ready_for.clear()
+
+    def acquire(self, phase: Phase | None = None) -> None:
+        """Unshard, and hold: storage stays until as many `drop` calls."""
+        self.unshard_parameters(phase)
+        self._holders += 1
+
+    def drop(self) -> None:
+        """Give one hold back; the last one releases the storage.
+
+        Raises:
+            RuntimeError: nobody holds the group.
+        """
+        if self._holders == 0:
+            raise RuntimeError(
+                f"parameter group {self.label or self.name!r} was released more often than it was "
+                "unsharded; a graph or a hook ran twice for one unshard"
+            )
+        self._holders -= 1
+        if self._holders == 0:
+            self.reshard_parameters()
+
+    def drop_all(self) -> None:
+        """Release the storage whoever holds it (recovery after an exception)."""
+        self.reshard_parameters()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether somebody holds the group unsharded (a prefetch alone does not)."""
+        return self._holders > 0
+
+    def copy_full_parameter(self, index: int) -> torch.Tensor:
+        """A copy of full parameter ``index``: gather, copy, release. The marker's slow path."""
+        self.context.lanes.gather.wait_current()
+        self.acquire()
+        try:
+            self.wait_for_unshard()
+            return self._full.get_local_tensor(index).clone()
+        finally:
+            self.drop()
+
+    # Gradients ---------------------------------------------------------------------------------
+
+    def gradients_wanted(self) -> bool:
+        """Whether the running backward was asked for this group's gradients.
+
+        False inside ``torch.autograd.grad`` with respect to inputs only.
+        """
+        return self.requires_grad and (not in_backward() or will_accumulate(self.flat_leaf))
+
+    def allocate_partial_grad_buffer(self) -> DBuffer:
+        """An uninitialised full gradient buffer, ``Partial("avg")`` on every axis, in
+        ``grad_comm_dtype``, with the group's layout."""
+        return self._new_buffer([Partial("avg")] * self.mesh.ndim, self.grad_comm_dtype)
+
+    def copy_gradients_to_partial_buffer(self, partial: DBuffer) -> tuple[int, ...]:
+        """Move the unsharded parameters' ``.grad`` into ``partial``; returns their indices.
+
+        The ``.grad`` of every unsharded parameter is None afterwards; parameters that had none
+        are zero in ``partial``.
+        """
+        gradients: dict[int, torch.Tensor] = {}
+        for index, parameter in enumerate(self.parameters):
+            if parameter.unsharded.grad is not None:
+                gradients[index] = parameter.unsharded.grad
+                parameter.unsharded.grad = None
+        self._pack(partial, gradients)
+        return tuple(gradients)
+
+    def _pack(self, partial: DBuffer, gradients: Mapping[int, torch.Tensor]) -> None:
+        for index, parameter in enumerate(self.parameters):
+            gradient = gradients.get(index)
+            if gradient is not None and gradient.layout != torch.strided:
+                raise RuntimeError(
+                    f"parameter {parameter.fqns[0]!r} has a {gradient.layout} gradient; sharded "
+                    "gradients must be dense (for nn.Embedding pass sparse=False)"
+                )
+        targets = [partial.get_local_tensor(index) for index in range(len(self.parameters))]
+        present = [index for index in range(len(targets)) if index in gradients]
+        absent = [targets[index] for index in range(len(targets)) if index not in gradients]
+        if present:
+            torch._foreach_copy_(
+                [targets[index] for index in present],
+                [gradients[index] for index in present],
+            )
+        if absent:
+            torch._foreach_zero_(absent)
+
+    def reduce_gradients(self, gradients: Mapping[int, torch.Tensor] | None = None) -> None:
+        """Pack gradients and start their inner reduction.
+
+        Args:
+            gradients: full gradients by tensor index; None takes the unsharded parameters'
+                ``.grad``. Nothing happens when there is none.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            if gradients is None:
+                if all(parameter.unsharded.grad is None for parameter in self.parameters):
+                    return
+                partial = self.allocate_partial_grad_buffer()
+                indices = self.copy_gradients_to_partial_buffer(partial)
+            else:
+                partial = self.allocate_partial_grad_buffer()
+                self._pack(partial, gradients)
+                indices = tuple(gradients)
+            self.reduce_inner_gradients(partial, indices)
+
+    def reduce_inner_gradients(
+        self, partial: DBuffer, indices: Sequence[int] | None = None
+    ) -> None:
+        """Reduce ``partial`` to the gradient placements and add it to ``main_grad``.
+
+        This contribution is multiplied by ``grad_scale``. The first contribution of a step
+        writes ``main_grad``, later ones add. ``.grad`` of the parameters in ``indices`` (None:
+        all) is bound to ``main_grad`` at once; its values are there after
+        ``context.wait_for_reductions()``.
+        """
+        if self._gradient is None:
+            raise RuntimeError(f"parameter group {self.label!r} is frozen and has no gradients")
+        lane = self.context.lanes.reduce_inner
+        lane.wait_current()
+        everything = range(len(self.parameters))
+        self._gradient.accumulate(
+            partial, everything if indices is None else indices, self.grad_scale, lane
+        )
+        self._maybe_stepped = True
+        self.context.note_reduction(self)
+
+    def reduce_outer_gradients(self) -> None:
+        """Finish gradients over the axes that the gradient placements left partial.
+
+        Writes ``pre_optimizer_main_grad`` and binds ``.grad`` to it; a no-op where the inner
+        reduction already finished them, or nothing is new.
+        """
+        if self._gradient is not None:
+            with torch.inference_mode(False), torch.no_grad():
+                lanes = self.context.lanes
+                self._gradient.finish(lanes.reduce_outer, lanes.reduce_inner.record_event())
+
+    def release_unused_gradient_storage(self) -> None:
+        """Free ``main_grad`` when no parameter's ``.grad`` refers to it any more."""
+        if self._gradient is not None:
+            self._gradient.release_if_unused()
+
+
+def _refuse_unavailable(
+    use_symmetric_memory: bool,
+    parameter_to_owner: Mapping[nn.Parameter, int] | None,
+    shard_layout: ShardLayout,
+) -> None:
+    if use_symmetric_memory:
+        raise NotImplementedError(
+            "use_symm_mem=True is not available yet; pass use_symm_mem=False (the default)"
+        )
+    if parameter_to_owner is not None:
+        raise NotImplementedError(
+            "parameter_to_owner (TensorAtomic layouts) is not available yet; leave it None"
+        )
+    if shard_layout is not ShardLayout.PADDED:
+        raise NotImplementedError(
+            f"shard_layout={shard_layout} is not available yet; use ShardLayout.PADDED"
+        )
+
+
+def _unique_parameters(
+    fqn_to_parameter: Mapping[str, nn.Parameter],
+) -> dict[nn.Parameter, list[str]]:
+    """Parameters in order, each with all of its names.
+
+    Raises:
+        ValueError: there is none, or they differ in dtype or requires_grad.
+    """
+    if not fqn_to_parameter:
+        raise ValueError(
+            "a parameter group needs at least one parameter, got none; a module without "
+            "parameters needs no group"
+        )
+    names: dict[nn.Parameter, list[str]] = {}
+    for fqn, parameter in fqn_to_parameter.items():
+        names.setdefault(parameter, []).append(fqn)
+    first_fqn, first = next(iter(fqn_to_parameter.items()))
+    for fqn, parameter in fqn_to_parameter.items():
+        for what in ("dtype", "requires_grad"):
+            expected, found = getattr(first, what), getattr(parameter, what)
+            if expected != found:
+                raise ValueError(
+                    f"parameters of one group must share {what}: {first_fqn!r} has {expected}, "
+                    f"{fqn!r} has {found}; put them into two groups (fully_shard does)"
+                )
+    return names
+
+
+def _mesh_device(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    index = getattr(torch, mesh.device_type).current_device()
+    return torch.device(mesh.device_type, index)
+
+
+def _shard_count(mesh: DeviceMesh, placements: Sequence[Placement]) -> int:
+    count = 1
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            count *= mesh.size(axis)
+    return count
