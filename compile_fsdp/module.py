@@ -125,7 +125,7 @@ class FsdpModule:
     _fsdp_unit: FsdpUnit
 
     @property
-    def parameter_groups(self) -> tuple[FsdpParameterGroup, ...]:
+    def fsdp_parameter_groups(self) -> tuple[FsdpParameterGroup, ...]:
         """The parameter groups this module owns."""
         return self._fsdp_unit.groups
 

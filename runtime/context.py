@@ -7,14 +7,17 @@ the module-level half is ``compile_fsdp.context.FsdpContext``.
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from .streams import Lane, make_lane
+from .dbuffer import DBuffer
+from .streams import Event, Lane, make_lane
 from .torch_internals import at_end_of_backward, in_backward
 
 if TYPE_CHECKING:
@@ -43,19 +46,23 @@ class GroupContext:
     """Lanes, microbatch state and backward bookkeeping of one root's parameter groups.
 
     Attributes:
-        lanes: the lanes all of its groups communicate on.
         is_last_microbatch: whether a backward that runs now ends an optimizer step.
         eager_depth: how many hooked forwards of this root are on the Python stack.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.lanes = CommunicationLanes.create(device)
         self.is_last_microbatch = True
         self.eager_depth = 0
         self._groups: list[weakref.ref[FsdpParameterGroup]] = []
         self._reduced: dict[FsdpParameterGroup, None] = {}
+        self._in_flight: deque[tuple[Event, DBuffer]] = deque()
         self._finish_queued = False
+
+    @functools.cached_property
+    def lanes(self) -> CommunicationLanes:
+        """Made when first needed: of a nest of FSDP modules only the root's context runs."""
+        return CommunicationLanes.create(self.device)
 
     def add_group(self, group: FsdpParameterGroup) -> None:
         """Take ``group`` in: it communicates on this context's lanes from now on."""
@@ -87,9 +94,18 @@ class GroupContext:
         self._reduced.clear()
         self._finish_queued = False
 
-    def note_reduction(self, group: FsdpParameterGroup) -> None:
-        """Remember that ``group`` has put gradients into its main gradient in this backward."""
+    def note_reduction(self, group: FsdpParameterGroup, partial: DBuffer, reduced: Event) -> None:
+        """Remember that ``group`` reduces gradients in this backward.
+
+        ``partial`` belongs to the compute stream and is read by the reduction lane, so it is kept
+        until compute has waited for ``reduced``: that happens when the next but one reduction
+        starts, which bounds what is held to two packed buffers.
+        """
         self._reduced[group] = None
+        self._in_flight.append((reduced, partial))
+        while len(self._in_flight) > 2:
+            event, _ = self._in_flight.popleft()
+            event.wait()
 
     def finish_at_end_of_backward(self) -> None:
         """Have `end_of_backward` called once when the running backward is over.
@@ -122,4 +138,5 @@ class GroupContext:
         """Compute issued after this sees finished gradients."""
         self.lanes.reduce_inner.synchronize()
         self.lanes.reduce_outer.synchronize()
+        self._in_flight.clear()
         self._reduced.clear()

@@ -40,6 +40,7 @@ class MainGradient:
         allocate: Callable[[], DBuffer],
         finished_placements: Sequence[Placement],
         parameters: Sequence[nn.Parameter],
+        label: str = "",
     ) -> None:
         self._allocate = allocate
         self._finished_placements = tuple(finished_placements)
@@ -65,15 +66,26 @@ class MainGradient:
         ``.grad`` of the parameters in ``indices`` is bound at once; values are there when the
         lane has run.
         """
-        if self._outer_event is not None:
-            lane.wait_event(self._outer_event)
-            self._outer_event = None
-        begins = self._begin_contribution()
+        missing = [i for i, parameter in enumerate(self._parameters) if parameter.grad is None]
+        begins = len(missing) == len(self._parameters)
+        if begins:
+            # New storage rather than the old one again: a gradient that the user kept from the
+            # last step stays what it was.
+            self._use(self._allocate())
+            self._stale = False
+            self._carry = None
+        elif self._stale:
+            self._set_finished_aside()
+        lane.wait_current()
         reduced = reduce_to(partial, self.buffer.placements, lane)
         target = self.buffer.local
+        # Dropped by the user, or never bound: their parts start from zero.
+        restarted = [] if begins else [self.buffer.get_local_tensor(index) for index in missing]
 
         def take_in() -> None:
             with torch.inference_mode(False), torch.no_grad():
+                if restarted:
+                    torch._foreach_zero_(restarted)
                 if not begins:
                     target.add_(reduced.local, alpha=scale)
                 elif scale == 1.0:
@@ -84,29 +96,14 @@ class MainGradient:
         lane.then(take_in)
         self._bind(self.buffer, [i for i in indices if self._parameters[i].grad is None])
 
-    def _begin_contribution(self) -> bool:
-        """Ready the accumulator; True if the contribution must overwrite it.
-
-        A new step gets new storage rather than the old one again: a gradient that the user kept
-        from the last step stays what it was.
-        """
-        missing = [i for i, parameter in enumerate(self._parameters) if parameter.grad is None]
-        if len(missing) == len(self._parameters):
-            self._use(self._allocate())
-            self._stale = False
-            self._carry = None
-            return True
-        if missing:
-            # Dropped by the user, or never bound: their parts start from zero.
-            torch._foreach_zero_([self.buffer.get_local_tensor(index) for index in missing])
-        if self._stale:
-            # Finished gradients were kept (several backwards, or zeroed in place). They are set
-            # aside and come back after the next outer reduction, which must see only what has
-            # not been reduced yet.
-            self._carry = self.finished.local.clone()
-            self.buffer.local.zero_()
-            self._stale = False
-        return False
+    def _set_finished_aside(self) -> None:
+        """Finished gradients were kept (several backwards, or zeroed in place): they come back
+        after the next outer reduction, which must see only what has not been reduced yet."""
+        if self._outer_event is not None:
+            self._outer_event.wait()
+        self._carry = self.finished.local.clone()
+        self.buffer.local.zero_()
+        self._stale = False
 
     def finish(self, lane: Lane, accumulated: Event) -> None:
         """Reduce over the axes that are still partial, on ``lane`` after ``accumulated``.
@@ -146,11 +143,14 @@ class MainGradient:
             self._parameters[index].grad = buffer.get_dtensor(index)
 
 
-def redistribute_stepwise(source: DBuffer, target: DBuffer, lane: Lane) -> None:
+def redistribute_stepwise(
+    source: DBuffer, target: DBuffer, lane: Lane, *, depends: bool = False, label: str = ""
+) -> None:
     """Redistribute ``source`` into ``target``, one axis at a time, outer axes first.
 
     Outer first because a segment is cut by dp_inner first and by dp_outer second: undoing the
-    outer cut yields whole dp_inner segments.
+    outer cut yields whole dp_inner segments. ``depends``: something still on the lane writes
+    ``source``.
     """
     axes = [
         axis
@@ -162,15 +162,21 @@ def redistribute_stepwise(source: DBuffer, target: DBuffer, lane: Lane) -> None:
         placements = list(current.placements)
         placements[axis] = target.placements[axis]
         out = target if axis == axes[-1] else None
-        current = current.redistribute(placements, out=out, lane=lane)
+        current = current.redistribute(
+            placements, out=out, lane=lane, depends=depends or axis != axes[0], label=label
+        )
 
 
-def reduce_to(partial: DBuffer, placements: Sequence[Placement], lane: Lane) -> DBuffer:
+def reduce_to(
+    partial: DBuffer, placements: Sequence[Placement], lane: Lane, *, label: str = ""
+) -> DBuffer:
     """Reduce-scatter ``partial`` over every axis that ``placements`` shards, inner first."""
     current = partial
     for axis in reversed(range(len(placements))):
         if isinstance(placements[axis], Shard):
             step = list(current.placements)
             step[axis] = placements[axis]
-            current = current.redistribute(step, lane=lane)
+            current = current.redistribute(
+                step, lane=lane, depends=current is not partial, label=label
+            )
     return current

@@ -75,6 +75,16 @@ def _implements(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     return register
 
 
+def _fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register what an op returns under fake tensors."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        torch.library.register_fake(f"{NAMESPACE}::{name}", function, lib=_library)
+        return function
+
+    return register
+
+
 def new_token(device: torch.device) -> torch.Tensor:
     """A fresh one-element tensor that stands for "this has been issued".
 
@@ -91,7 +101,7 @@ def _parameter(shard: torch.Tensor, group: str, index: int) -> torch.Tensor:
     return _group(group).copy_full_parameter(index)
 
 
-@torch.library.register_fake(f"{NAMESPACE}::parameter", lib=_library)
+@_fake("parameter")
 def _parameter_fake(shard: torch.Tensor, group: str, index: int) -> torch.Tensor:
     info = registry.lookup(group).info
     return shard.new_empty(info.shapes[index], dtype=info.dtype)
@@ -124,7 +134,7 @@ def _parameter_grad(grad: torch.Tensor, group: str, index: int) -> torch.Tensor:
     return grad.new_zeros(live.info.local_numel, dtype=live.info.dtype)
 
 
-@torch.library.register_fake(f"{NAMESPACE}::parameter_grad", lib=_library)
+@_fake("parameter_grad")
 def _parameter_grad_fake(grad: torch.Tensor, group: str, index: int) -> torch.Tensor:
     info = registry.lookup(group).info
     return grad.new_empty((info.local_numel,), dtype=info.dtype)
@@ -142,7 +152,7 @@ def _unshard(shard: torch.Tensor, group: str, after: Sequence[torch.Tensor]) -> 
     return live.full_local_tensor
 
 
-@torch.library.register_fake(f"{NAMESPACE}::unshard", lib=_library)
+@_fake("unshard")
 def _unshard_fake(shard: torch.Tensor, group: str, after: Sequence[torch.Tensor]) -> torch.Tensor:
     info = registry.lookup(group).info
     return shard.new_empty((info.full_numel,), dtype=info.dtype)
@@ -153,7 +163,7 @@ def _wait(full: torch.Tensor, group: str, issued: Sequence[torch.Tensor]) -> Non
     _group(group).wait_for_unshard()
 
 
-@torch.library.register_fake(f"{NAMESPACE}::wait", lib=_library)
+@_fake("wait")
 def _wait_fake(full: torch.Tensor, group: str, issued: Sequence[torch.Tensor]) -> None:
     return None
 
@@ -163,7 +173,7 @@ def _release(full: torch.Tensor, group: str) -> None:
     _group(group).drop()
 
 
-@torch.library.register_fake(f"{NAMESPACE}::release", lib=_library)
+@_fake("release")
 def _release_fake(full: torch.Tensor, group: str) -> None:
     return None
 
@@ -181,7 +191,7 @@ def _reduce_inner(
     return new_token(live.device)
 
 
-@torch.library.register_fake(f"{NAMESPACE}::reduce_inner", lib=_library)
+@_fake("reduce_inner")
 def _reduce_inner_fake(
     gradients: Sequence[torch.Tensor],
     group: str,
@@ -199,7 +209,7 @@ def _reduce_outer(token: torch.Tensor, group: str, after: Sequence[torch.Tensor]
     return new_token(live.device)
 
 
-@torch.library.register_fake(f"{NAMESPACE}::reduce_outer", lib=_library)
+@_fake("reduce_outer")
 def _reduce_outer_fake(
     token: torch.Tensor, group: str, after: Sequence[torch.Tensor]
 ) -> torch.Tensor:
@@ -212,6 +222,6 @@ def _wait_reductions(tokens: Sequence[torch.Tensor], groups: Sequence[str]) -> N
         _group(name).context.wait_for_reductions()
 
 
-@torch.library.register_fake(f"{NAMESPACE}::wait_reductions", lib=_library)
+@_fake("wait_reductions")
 def _wait_reductions_fake(tokens: Sequence[torch.Tensor], groups: Sequence[str]) -> None:
     return None

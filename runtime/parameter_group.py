@@ -136,6 +136,8 @@ class FsdpParameterGroup:
         self.label = ""
         self.name = ""
         self.context = GroupContext(self.device)
+        # Set by fully_shard_optimizer: a step refreshes the model weight. Otherwise every backward
+        # may be followed by a step that nobody tells us of.
         self.syncs_with_optimizer = False
 
         frozen = not self.requires_grad
@@ -208,11 +210,18 @@ class FsdpParameterGroup:
         else:
             self.main_weight = self.post_optimizer_model_weight
         replicated = [Replicate()] * self.mesh.ndim
-        self._gathers = tuple(model_placements) != tuple(replicated)
+        self._gathers = _shard_count(self.mesh, model_placements) > 1
         if self._gathers:
             self._full = self._new_buffer(replicated, self.dtype)
         else:
-            self._full = self.model_weight
+            # Nothing to gather: the model weight is the full parameter, also in a world of one.
+            self._full = DBuffer.from_local(
+                self.model_weight.local,
+                self.mesh,
+                replicated,
+                self.layout.tensor_shapes,
+                layout=self.layout,
+            )
 
     def _create_gradient(
         self,
@@ -339,16 +348,22 @@ class FsdpParameterGroup:
         )
         self._maybe_stepped = False
 
-    def _refresh_model_weight(self) -> None:
-        if self._maybe_stepped and not self.syncs_with_optimizer:
+    def _refresh_model_weight(self) -> bool:
+        """Bring the model weight up to date; True if the gather lane is still writing it."""
+        lane = self.context.lanes.gather
+        if self._maybe_stepped:
             self.sync_model_weight_from_main_weight()
-        if self._model_weight_stale:
-            lane = self.context.lanes.gather
             lane.wait_current()
-            redistribute_stepwise(self.post_optimizer_model_weight, self.model_weight, lane)
-            self._model_weight_stale = False
-            if not self._gathers:
-                self._ready = lane.record_event()
+        if not self._model_weight_stale:
+            return False
+        lane.wait_current()
+        redistribute_stepwise(
+            self.post_optimizer_model_weight, self.model_weight, lane, label=self.label
+        )
+        self._model_weight_stale = False
+        if not self._gathers:
+            self._ready = lane.record_event()
+        return True
 
     # Unshard and reshard -----------------------------------------------------------------------
 
@@ -369,12 +384,14 @@ class FsdpParameterGroup:
         behind the gather. ``phase`` names what the ready event is recorded for.
         """
         with torch.inference_mode(False), torch.no_grad():
-            self._refresh_model_weight()
+            refreshing = self._refresh_model_weight()
             if not self._unsharded:
                 lane = self.context.lanes.gather
                 with lane.allocating():
                     self._full.reallocate_storage()
-                redistribute_stepwise(self.model_weight, self._full, lane)
+                redistribute_stepwise(
+                    self.model_weight, self._full, lane, depends=refreshing, label=self.label
+                )
                 self._unsharded = True
                 self._ready = lane.record_event()
         if phase is not None and self._ready is not None:
@@ -539,13 +556,13 @@ class FsdpParameterGroup:
         if self._gradient is None:
             raise RuntimeError(f"parameter group {self.label!r} is frozen and has no gradients")
         lane = self.context.lanes.reduce_inner
-        lane.wait_current()
         everything = range(len(self.parameters))
         self._gradient.accumulate(
             partial, everything if indices is None else indices, self.grad_scale, lane
         )
-        self._maybe_stepped = True
-        self.context.note_reduction(self)
+        if not self.syncs_with_optimizer:
+            self._maybe_stepped = True
+        self.context.note_reduction(self, partial, lane.record_event())
 
     def reduce_outer_gradients(self) -> None:
         """Finish gradients over the axes that the gradient placements left partial.
