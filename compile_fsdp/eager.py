@@ -95,7 +95,9 @@ def _watch_inputs(
     ]
     if not watched:
         return None
-    passed = _PostBackward.apply(unit, *(leaves[position] for position in watched))
+    passed = _PostBackward.apply(  # type: ignore[no-untyped-call]
+        unit, *(leaves[position] for position in watched)
+    )
     for position, tensor in zip(watched, passed, strict=True):
         leaves[position] = tensor
     return cast(tuple[tuple[Any, ...], dict[str, Any]], tree_unflatten(leaves, spec))

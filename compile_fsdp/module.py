@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from compile_fsdp.runtime.parameter_group import FsdpParameterGroup, Phase
 
@@ -55,6 +56,16 @@ class ParameterSlot:
             context.unshard_on_demand(self.group)
             return parameter.unsharded
         return parameter.sharded
+
+    def as_sharded(self, fqn: str, full: torch.Tensor) -> torch.Tensor:
+        """``full`` as a DTensor that can be copied into the sharded parameter.
+
+        A value of another shape comes back as it is: nn.Module reports those by name.
+        """
+        main = self.group.main_weight
+        if tuple(full.shape) != main.tensor_shapes[self.index] or full.is_meta:
+            return full
+        return main.shard_tensor(self.index, full)
 
 
 class FsdpUnit:
@@ -164,13 +175,20 @@ class ManagedParameters:
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
     ) -> None:
-        """Refuse ``assign=True``, then load, then refresh the compute copies."""
+        """Refuse ``assign=True``, then load, then refresh the compute copies.
+
+        Values may be DTensors or full tensors; of a full tensor each rank takes its part.
+        """
         if local_metadata.get("assign_to_params_buffers", False):
             raise RuntimeError(
                 f"load_state_dict(assign=True) on a sharded {type(self).__name__} would replace "
                 f"its shards ({', '.join(prefix + name for name in self._fsdp_slots)}); use "
                 "load_state_dict(..., assign=False), or assign before fully_shard"
             )
+        for name, slot in self._fsdp_slots.items():
+            value = state_dict.get(prefix + name)
+            if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+                state_dict[prefix + name] = slot.as_sharded(prefix + name, value)
         super()._load_from_state_dict(  # type: ignore[misc]
             state_dict, prefix, local_metadata, *args
         )

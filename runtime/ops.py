@@ -25,7 +25,9 @@ Nothing here decides anything: each op finds its group by name and tells it what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -48,6 +50,30 @@ _SCHEMAS = (
     "wait_reductions(Tensor(a!)[] tokens, str[] groups) -> ()",
 )
 
+
+@dataclass(frozen=True)
+class ExecutedStep:
+    """One call of one of these ops: its name and the name of its group (or groups)."""
+
+    op: str
+    group: str | list[str]
+
+
+# Not a context variable: backward may run in autograd's own threads, which do not inherit one.
+_open_recordings: list[list[ExecutedStep]] = []
+
+
+@contextmanager
+def recorded_steps() -> Iterator[list[ExecutedStep]]:
+    """Collect the ops that run while the context is open, in the order in which they run."""
+    steps: list[ExecutedStep] = []
+    _open_recordings.append(steps)
+    try:
+        yield steps
+    finally:
+        _open_recordings[:] = [other for other in _open_recordings if other is not steps]
+
+
 _library = torch.library.Library(NAMESPACE, "DEF")
 for _schema in _SCHEMAS:
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -66,6 +92,8 @@ def _implements(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         def kernel(*args: Any) -> Any:
+            for recording in _open_recordings:
+                recording.append(ExecutedStep(name, args[1]))
             with torch.inference_mode(False), torch.no_grad():
                 return function(*args)
 

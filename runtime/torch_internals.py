@@ -8,8 +8,6 @@ goes away there is one place to look.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
-
 import torch
 
 
@@ -19,7 +17,7 @@ def in_backward() -> bool:
     There is no public question for "is a backward running here". The engine gives each backward
     a graph task id and keeps it in thread-local state; -1 means none.
     """
-    return cast(int, torch._C._current_graph_task_id()) != -1
+    return torch._C._current_graph_task_id() != -1
 
 
 def will_accumulate(leaf: torch.Tensor) -> bool:
@@ -32,7 +30,7 @@ def will_accumulate(leaf: torch.Tensor) -> bool:
     if not in_backward():
         return True
     node = torch.autograd.graph.get_gradient_edge(leaf).node
-    return cast(bool, torch._C._will_engine_execute_node(node))
+    return torch._C._will_engine_execute_node(node)
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -40,4 +38,4 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
     The engine's callback queue has no public name, although DDP and FSDP2 both depend on it.
     """
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
