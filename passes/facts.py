@@ -1,0 +1,101 @@
+"""What the scheduler may know about a graph and its groups: plain, immutable data.
+
+A *position* is the index of a node in the graph as the passes found it. "Before position p" and
+"after position p - 1" are the same place.
+
+No torch here: a plan can be made, printed and tested without one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class GraphKind(Enum):
+    """Which of AOTAutograd's graphs this is."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    INFERENCE = "inference"
+
+
+@dataclass(frozen=True)
+class ParameterUse:
+    """Parameter ``index`` of ``group`` is read, through any chain of views, by ``readers``.
+
+    Attributes:
+        group: name of the parameter group.
+        index: which tensor of the group.
+        readers: names of the nodes that read its values, in graph order, never empty.
+        first: position of the first reader.
+        last: position of the last reader.
+    """
+
+    group: str
+    index: int
+    readers: tuple[str, ...]
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class GradientUse:
+    """Node ``gradient`` is one summand of the gradient of parameter ``index`` of ``group``.
+
+    Attributes:
+        group: name of the parameter group.
+        index: which tensor of the group.
+        gradient: name of the node that computes the full gradient.
+        position: its position.
+    """
+
+    group: str
+    index: int
+    gradient: str
+    position: int
+
+
+@dataclass(frozen=True)
+class GraphFacts:
+    """Everything about one graph that a schedule may depend on.
+
+    Attributes:
+        kind: forward, backward or inference.
+        names: node names by position; the last one is the output.
+        start: position of the first node that is not a graph input.
+        parameters: uses in order of first reader.
+        gradients: summands in the order in which autograd adds them up.
+        gradient_outputs: which graph outputs are the sums of those gradients.
+    """
+
+    kind: GraphKind
+    names: tuple[str, ...]
+    start: int
+    parameters: tuple[ParameterUse, ...] = ()
+    gradients: tuple[GradientUse, ...] = ()
+    gradient_outputs: tuple[int, ...] = ()
+
+    @property
+    def end(self) -> int:
+        """Position of the output node."""
+        return len(self.names) - 1
+
+
+@dataclass(frozen=True)
+class GroupFacts:
+    """Everything about one parameter group that a schedule may depend on.
+
+    Attributes:
+        name: name of the parameter group, equal on all ranks.
+        label: short name for people.
+        gather_bytes: size of the gathered flat buffer.
+        reduce_bytes: size of the packed gradients that are reduced.
+        has_outer_axis: whether gradients are reduced over a second mesh axis as well.
+    """
+
+    name: str
+    label: str
+    gather_bytes: int
+    reduce_bytes: int
+    has_outer_axis: bool = False

@@ -1,0 +1,92 @@
+"""The passes in the form that Inductor calls and caches.
+
+Importing this module imports Inductor, so only a compilation imports it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.fx import Graph
+
+from .pipeline import PassOptions, prepare_joint_graph
+from .torch_internals import custom_graph_pass, inductor_config_value, inference_aware_graph_pass
+from .uses import graph_kind
+
+_CustomGraphPass: Any = custom_graph_pass()
+_InferenceAwareGraphPass: Any = inference_aware_graph_pass()
+
+
+class JointPass(_CustomGraphPass):  # type: ignore[misc]
+    """Inductor's ``joint_custom_pre_pass``: prepare a joint graph for the partitioner."""
+
+    def __init__(self, options: PassOptions) -> None:
+        self._options = options
+
+    def __call__(self, graph: Graph) -> None:
+        prepare_joint_graph(graph)
+
+    def uuid(self) -> str:
+        """Part of Inductor's cache key."""
+        return self._options.cache_key
+
+
+class GraphPass(_InferenceAwareGraphPass):  # type: ignore[misc]
+    """Inductor's ``post_grad_custom_post_pass``: rewrite one graph.
+
+    Inductor calls it on the bodies of higher-order ops as well. Their markers are scheduled
+    within the body; their gradient markers stay, and reduce one gradient at a time.
+    """
+
+    def __init__(self, options: PassOptions) -> None:
+        self._options = options
+
+    def __call__(self, graph: Graph, is_inference: bool) -> None:
+        self._options.rewrite(graph, graph_kind(graph, is_inference))
+
+    def uuid(self) -> str:
+        """Part of Inductor's cache key."""
+        return self._options.cache_key
+
+
+class PassSequence(_InferenceAwareGraphPass):  # type: ignore[misc]
+    """Several passes where older releases of torch accept one."""
+
+    def __init__(self, passes: Sequence[Any]) -> None:
+        self._passes = tuple(passes)
+
+    def __call__(self, graph: Graph, is_inference: bool = False) -> None:
+        for graph_pass in self._passes:
+            if isinstance(graph_pass, _InferenceAwareGraphPass):
+                graph_pass(graph, is_inference)
+            else:
+                graph_pass(graph)
+
+    def uuid(self) -> tuple[Any, ...] | None:
+        """None, which turns caching off, when a pass has no key of its own."""
+        keys = tuple(_uuid(graph_pass) for graph_pass in self._passes)
+        return None if None in keys else keys
+
+
+def with_passes(options: PassOptions, config_patches: Mapping[str, Any]) -> dict[str, Any]:
+    """``config_patches`` with the passes added behind those that a user has configured."""
+    patches = dict(config_patches)
+    for name, own in (
+        ("joint_custom_pre_pass", JointPass(options)),
+        ("post_grad_custom_post_pass", GraphPass(options)),
+    ):
+        configured = patches[name] if name in patches else inductor_config_value(name)
+        patches[name] = _sequence(configured, own)
+    return patches
+
+
+def _sequence(configured: Any, own: Any) -> Any:
+    if configured is None:
+        return own
+    earlier = configured if isinstance(configured, list | tuple) else (configured,)
+    return PassSequence((*earlier, own))
+
+
+def _uuid(graph_pass: Any) -> Any:
+    return graph_pass.uuid() if isinstance(graph_pass, _CustomGraphPass) else None

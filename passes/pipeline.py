@@ -1,0 +1,195 @@
+"""The order of the passes, and the two compilers that they are plugged into.
+
+                joint graph              forward, backward or inference graph
+    what        mark_recompute           find_uses -> plan -> write_schedule -> verify
+    Inductor    joint_custom_pre_pass    post_grad_custom_post_pass
+    aot_eager   before the partitioner   as the compiler
+
+A rewritten graph is a pure function of (graph, groups, policy), and so is the key under which a
+compiler may cache it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch.fx import Graph, GraphModule, Interpreter
+
+from compile_fsdp.runtime import group_info, ops
+from compile_fsdp.runtime.group_info import GroupInfo
+
+from .facts import GraphKind
+from .recompute import mark_recompute
+from .schedule import Policy, plan
+from .steps import Schedule
+from .tally import check_gradients, note_gradients
+from .torch_internals import aot_autograd_compile, boxed, inductor_compile
+from .unshard import clone_escaping_views
+from .uses import find_uses, graph_kind, group_facts
+from .verify import verify as verify_graph
+from .writer import write_schedule
+
+
+class Observer(Protocol):
+    """Is told about every graph that is rewritten; for tests and for people."""
+
+    def __call__(self, kind: GraphKind, before: str, schedule: Schedule, after: str) -> None:
+        """``before`` and ``after`` are the graph's text around the rewrite."""
+
+
+@dataclass(frozen=True)
+class PassOptions:
+    """Everything that the passes of one compilation depend on beside the graph.
+
+    Attributes:
+        groups: description of every group that the graph may read, by name.
+        policy: what the user asked of the schedule.
+        verify: whether to prove each rewritten graph right.
+        observer: told about each rewritten graph.
+    """
+
+    groups: Mapping[str, GroupInfo]
+    policy: Policy
+    verify: bool = False
+    observer: Observer | None = None
+
+    def rewrite(self, graph: Graph, kind: GraphKind) -> None:
+        """`rewrite` one graph with these options."""
+        before = "" if self.observer is None else str(graph)
+        schedule = rewrite(graph, self.groups, self.policy, kind=kind, verify=self.verify)
+        if self.observer is not None:
+            self.observer(kind, before, schedule, str(graph))
+
+    @functools.cached_property
+    def cache_key(self) -> str:
+        """Changes whenever the passes could write another graph: with their sources, the policy,
+        and each group's layout, mesh shape and dtypes. Equal in every run."""
+        digest = hashlib.sha256()
+        for path in _sources():
+            digest.update(path.read_bytes())
+        digest.update(repr((self.policy, sorted(self.groups.items()))).encode())
+        return digest.hexdigest()
+
+
+def rewrite(
+    graph: Graph,
+    groups: Mapping[str, GroupInfo],
+    policy: Policy,
+    *,
+    kind: GraphKind | None = None,
+    verify: bool = True,
+) -> Schedule:
+    """Replace the parameter markers of ``graph`` by scheduled communication, in place.
+
+    Args:
+        graph: a forward, backward or inference graph of AOTAutograd's, with fake values.
+        groups: description of every group that the graph may read, by name.
+        policy: what the user asked of the schedule.
+        kind: which graph it is; None looks at its inputs, and takes inference for forward.
+        verify: prove the result right.
+
+    Returns:
+        The schedule that the graph follows now; without steps, the graph is as before.
+
+    Raises:
+        RuntimeError: the graph uses a parameter in a way that has no meaning (see `find_uses`).
+        VerificationError: the proof failed.
+    """
+    kind = graph_kind(graph, is_inference=False) if kind is None else kind
+    clone_escaping_views(graph)
+    uses = find_uses(graph, groups, kind)
+    check_gradients(graph, uses)
+    schedule = plan(uses.facts, group_facts(groups), policy)
+    write_schedule(graph, uses, groups, schedule)
+    if verify:
+        verify_graph(graph, uses.facts, groups, schedule)
+    graph.lint()
+    return schedule
+
+
+def prepare_joint_graph(graph: Graph) -> None:
+    """What must be known before a joint graph is split into forward and backward."""
+    mark_recompute(graph)
+    note_gradients(graph)
+
+
+def compile_with_inductor(
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    *,
+    groups: Mapping[str, GroupInfo],
+    policy: Policy,
+    verify: bool = False,
+    observer: Observer | None = None,
+    config_patches: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Compile a Dynamo graph with Inductor, communication included.
+
+    Args:
+        gm: the graph, with parameter markers.
+        inputs: fake or real inputs, as Dynamo passes them to a backend.
+        groups, policy, verify, observer: see `PassOptions`.
+        config_patches: Inductor config values for this compilation. Custom passes given here, or
+            in Inductor's global config, run before these passes.
+
+    Returns:
+        A callable with the graph's signature.
+    """
+    from .inductor import with_passes
+
+    options = PassOptions(groups, policy, verify, observer)
+    return inductor_compile(gm, inputs, with_passes(options, config_patches or {}))
+
+
+def compile_with_aot_eager(
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    *,
+    groups: Mapping[str, GroupInfo],
+    policy: Policy,
+    verify: bool = False,
+    observer: Observer | None = None,
+) -> Callable[..., Any]:
+    """Compile a Dynamo graph into forward and backward graphs that run op by op.
+
+    Ops are not decomposed, so results are bitwise equal to eager mode. Arguments and result as
+    of `compile_with_inductor`.
+    """
+    from functorch.compile import (  # type: ignore[import-untyped]
+        min_cut_rematerialization_partition,
+    )
+
+    options = PassOptions(groups, policy, verify, observer)
+
+    def partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+        prepare_joint_graph(joint.graph)
+        return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+
+    def compiler(kind: GraphKind) -> Callable[[GraphModule, Sequence[Any]], Any]:
+        def compile_graph(gm: GraphModule, inputs: Sequence[Any]) -> Any:
+            options.rewrite(gm.graph, kind)
+            gm.recompile()
+            return boxed(lambda arguments: Interpreter(gm).boxed_run(arguments))
+
+        return compile_graph
+
+    return aot_autograd_compile(
+        gm,
+        inputs,
+        fw_compiler=compiler(GraphKind.FORWARD),
+        bw_compiler=compiler(GraphKind.BACKWARD),
+        inference_compiler=compiler(GraphKind.INFERENCE),
+        partition_fn=partition,
+        keep_inference_input_mutations=True,
+    )
+
+
+def _sources() -> list[Path]:
+    """The files that decide what a rewritten graph says and means."""
+    passes = sorted(Path(__file__).resolve().parent.glob("*.py"))
+    return [*passes, Path(str(ops.__file__)), Path(str(group_info.__file__))]

@@ -1,0 +1,219 @@
+"""Facts about a graph + groups + policy -> Schedule. Everything that is decided is decided here.
+
+A pure function of plain data: no torch, no clock, no set whose order could differ between ranks.
+Ranks that compile the same graph plan the same communication without talking to each other.
+
+The default plan of a graph that reads groups a, b, c one after the other (time goes right):
+
+    gathers    [unshard a][unshard b]   [unshard c]
+    compute               [wait a  read a  release a][wait b  read b  release b][wait c ...
+    reductions                                       [reduce a]                 [reduce b]
+
+- A group has one interval in a graph, from its first reader to its last; groups are gathered in
+  the order of their first readers, `Policy.prefetch` groups ahead of their wait.
+- What a group frees is freed before anything new is gathered, so at most ``1 + prefetch`` groups
+  of a chain of blocks are unsharded at a time.
+- A group's gradients are reduced once, after the last of them.
+- The outer reduction of a group goes along with the inner reduction of the next one: by then its
+  own inner reduction has had a group's compute to finish behind.
+
+Order is carried by arguments. Steps form one chain: each names its predecessor's result, so
+no compiler can move a gather behind the compute it should overlap with, or keep gradients alive
+until the end. ``release`` takes no order arguments; the reads before it hold it back, and the
+next step names what it freed. ``wait_reductions`` is held back by the tokens it waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from .facts import GraphFacts, GroupFacts
+from .steps import (
+    GroupStep,
+    ReduceInner,
+    ReduceOuter,
+    Release,
+    Schedule,
+    Step,
+    Unshard,
+    Wait,
+    WaitReductions,
+)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a user may ask of the schedule.
+
+    Attributes:
+        prefetch: how many groups ahead of their wait gathers are issued; 0 turns overlap off.
+
+    Raises:
+        ValueError: ``prefetch`` is negative.
+    """
+
+    prefetch: int = 1
+
+    def __post_init__(self) -> None:
+        if self.prefetch < 0:
+            raise ValueError(f"prefetch must be 0 or more groups, got {self.prefetch}")
+
+
+def plan(facts: GraphFacts, groups: Mapping[str, GroupFacts], policy: Policy) -> Schedule:
+    """Plan the communication of one graph.
+
+    Args:
+        facts: what the graph reads and produces.
+        groups: the groups of the model by name; may hold more than the graph uses.
+        policy: what the user asked for.
+
+    Returns:
+        The schedule; it has no steps when the graph uses no group.
+
+    Raises:
+        KeyError: the graph uses a group that is not in ``groups``.
+    """
+    intervals = _intervals(facts)
+    reductions = _reductions(facts)
+    slots = [
+        *_gather_slots(intervals, facts, policy),
+        *_reduction_slots(reductions, facts, groups),
+    ]
+    # Slots that compare equal keep the order in which they were listed.
+    slots.sort(key=lambda slot: (slot.step.anchor, slot.turn))
+    used = dict.fromkeys(
+        [*(interval.group for interval in intervals), *(part.group for part in reductions)]
+    )
+    return Schedule(
+        steps=_chained([slot.step for slot in slots]),
+        facts=facts,
+        groups={name: groups[name] for name in used},
+    )
+
+
+@dataclass(frozen=True)
+class _Interval:
+    """A group is read from position ``first`` to position ``last``."""
+
+    group: str
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    """A group has all its gradients after position ``last``."""
+
+    group: str
+    indices: tuple[int, ...]
+    last: int
+
+
+# At one place in the graph: free first, then reduce what is ready, then gather, then wait.
+_FIRST = 0
+_RELEASE, _REDUCE_INNER, _REDUCE_OUTER, _UNSHARD, _WAIT, _LAST = range(1, 7)
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A step and its turn among the steps with the same anchor."""
+
+    turn: int
+    step: Step
+
+
+def _intervals(facts: GraphFacts) -> list[_Interval]:
+    """One interval for each group, in order of first reader."""
+    merged: dict[str, _Interval] = {}
+    for use in facts.parameters:
+        known = merged.setdefault(use.group, _Interval(use.group, use.first, use.last))
+        merged[use.group] = replace(
+            known, first=min(known.first, use.first), last=max(known.last, use.last)
+        )
+    return sorted(merged.values(), key=lambda interval: interval.first)
+
+
+def _reductions(facts: GraphFacts) -> list[_Reduction]:
+    """One reduction for each group with gradients, in order of last gradient."""
+    merged: dict[str, _Reduction] = {}
+    for use in facts.gradients:
+        known = merged.setdefault(use.group, _Reduction(use.group, (), use.position))
+        merged[use.group] = replace(
+            known,
+            indices=tuple(sorted({*known.indices, use.index})),
+            last=max(known.last, use.position),
+        )
+    return sorted(merged.values(), key=lambda reduction: reduction.last)
+
+
+def _gather_slots(
+    intervals: Sequence[_Interval], facts: GraphFacts, policy: Policy
+) -> Iterator[_Slot]:
+    for number, interval in enumerate(intervals):
+        group = interval.group
+        if number == 0:
+            # Nothing to hide behind but the compute before the first reader.
+            yield _Slot(_FIRST, Unshard(anchor=facts.start, group=group))
+        else:
+            leader = intervals[max(number - policy.prefetch, 0)]
+            yield _Slot(_UNSHARD, Unshard(anchor=leader.first, group=group))
+        yield _Slot(_WAIT, Wait(anchor=interval.first, group=group))
+        yield _Slot(_RELEASE, Release(anchor=interval.last + 1, group=group))
+
+
+def _reduction_slots(
+    reductions: Sequence[_Reduction], facts: GraphFacts, groups: Mapping[str, GroupFacts]
+) -> Iterator[_Slot]:
+    if not reductions:
+        return
+    # A gradient may be a graph input; nothing is written between the inputs.
+    anchors = [max(reduction.last + 1, facts.start) for reduction in reductions]
+    for reduction, own, following in zip(
+        reductions, anchors, [*anchors[1:], facts.end], strict=True
+    ):
+        inner = ReduceInner(anchor=own, group=reduction.group, indices=reduction.indices)
+        yield _Slot(_REDUCE_INNER, inner)
+        if groups[reduction.group].has_outer_axis:
+            yield _Slot(_REDUCE_OUTER, ReduceOuter(anchor=following, group=reduction.group))
+    names = tuple(reduction.group for reduction in reductions)
+    yield _Slot(_LAST, WaitReductions(anchor=facts.end, groups=names))
+
+
+def _chained(steps: Sequence[Step]) -> tuple[Step, ...]:
+    """``steps`` with the earlier steps that each must name (see the module's docstring)."""
+    chained: list[Step] = []
+    latest_token: dict[str, int] = {}
+    since: list[int] = []  # the previous chained step, then the releases after it
+    for number, step in enumerate(steps):
+        if isinstance(step, Release):
+            since.append(number)
+            chained.append(step)
+            continue
+        if isinstance(step, WaitReductions):
+            after = tuple(latest_token[group] for group in step.groups)
+        else:
+            after = tuple(n for n in since if not _is_implied(steps, n, step, since))
+        chained.append(replace(step, after=after))
+        since = [number]
+        if isinstance(step, ReduceInner | ReduceOuter):
+            latest_token[step.group] = number
+    return tuple(chained)
+
+
+def _is_implied(steps: Sequence[Step], earlier: int, step: Step, since: Sequence[int]) -> bool:
+    """Whether ``step`` follows ``steps[earlier]`` without naming it: it works on the same
+    result, or it names a later release of the same buffer."""
+    before = steps[earlier]
+    if not isinstance(before, GroupStep) or not isinstance(step, GroupStep):
+        return False
+    if before.group == step.group and (
+        (isinstance(before, Unshard) and isinstance(step, Wait))
+        or (isinstance(before, ReduceInner) and isinstance(step, ReduceOuter))
+    ):
+        return True
+    return isinstance(before, Unshard | Wait) and any(
+        isinstance(release := steps[n], Release) and release.group == before.group
+        for n in since
+        if n > earlier
+    )

@@ -1,0 +1,212 @@
+"""Steps and schedules: the immutable recipe between deciding and writing. No torch here.
+
+A schedule is a list of steps, each with the place where it is written into the graph and the
+earlier steps that it must name in its ``after`` or ``issued`` argument. Printed, it is a table:
+
+     #  step         group     where                 bytes  names    behind
+     0  unshard      root      at the start        4.0 KiB
+     1  unshard      blocks.0  before embedding   12.0 KiB  0
+     2  wait         root      before embedding             1
+     3  unshard      blocks.1  before layer_norm  12.0 KiB  2        blocks.0
+     4  wait         blocks.0  before layer_norm            3
+
+"names" are the steps whose result the step takes as an argument, "behind" the groups whose
+compute runs while the gather is in flight.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from .facts import GraphFacts, GraphKind, GroupFacts
+
+
+@dataclass(frozen=True)
+class Step:
+    """One communication step.
+
+    Attributes:
+        anchor: position in the original graph before which the step is written. Anchors never
+            decrease along a schedule; steps with one anchor are written in schedule order.
+        after: numbers of the earlier steps that the written node names as arguments, beyond the
+            one whose result it works on.
+    """
+
+    op: ClassVar[str]
+    anchor: int
+    after: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class GroupStep(Step):
+    """A step of one parameter group."""
+
+    group: str = ""
+
+
+@dataclass(frozen=True)
+class Unshard(GroupStep):
+    """Start gathering the group's flat buffer."""
+
+    op: ClassVar[str] = "unshard"
+
+
+@dataclass(frozen=True)
+class Wait(GroupStep):
+    """Compute from here on may read the gathered buffer."""
+
+    op: ClassVar[str] = "wait"
+
+
+@dataclass(frozen=True)
+class Release(GroupStep):
+    """Nothing reads the gathered buffer any more. Takes no order arguments: the reads place it,
+    and the next step that can names it."""
+
+    op: ClassVar[str] = "release"
+
+
+@dataclass(frozen=True)
+class ReduceInner(GroupStep):
+    """Start reducing the group's gradients over dp_inner.
+
+    Attributes:
+        indices: the parameters that got a gradient in this graph, ascending.
+    """
+
+    op: ClassVar[str] = "reduce_inner"
+    indices: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class ReduceOuter(GroupStep):
+    """On the last microbatch, start the reduction over dp_outer."""
+
+    op: ClassVar[str] = "reduce_outer"
+
+
+@dataclass(frozen=True)
+class WaitReductions(Step):
+    """Whoever runs after the graph sees finished gradients.
+
+    Attributes:
+        groups: the reduced groups, in order of their reductions; ``after`` has one step for each.
+    """
+
+    op: ClassVar[str] = "wait_reductions"
+    groups: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The plan of one graph. Equal inputs give equal schedules on every rank and in every run.
+
+    Attributes:
+        steps: in the order in which they are issued.
+        facts: the graph that was planned.
+        groups: the groups that the steps name, by name.
+    """
+
+    steps: tuple[Step, ...]
+    facts: GraphFacts
+    groups: Mapping[str, GroupFacts]
+
+    @property
+    def kind(self) -> GraphKind:
+        """Which graph this is the plan of."""
+        return self.facts.kind
+
+    def to_json(self) -> str:
+        """The steps as a JSON text: one object for each, with the fields of its class."""
+        rows = [_as_dict(step) for step in self.steps]
+        return json.dumps({"kind": self.kind.value, "steps": rows}, indent=1)
+
+    def __str__(self) -> str:
+        """The table of the module's docstring, below a line of totals."""
+        header = ("#", "step", "group", "where", "bytes", "names", "behind")
+        rows = [self._row(number, step) for number, step in enumerate(self.steps)]
+        return "\n".join([self._title(), *_table([header, *rows], right_aligned=(0, 4))])
+
+    def _title(self) -> str:
+        gathered = [step for step in self.steps if isinstance(step, Unshard)]
+        reduced = [step for step in self.steps if isinstance(step, ReduceInner)]
+        parts = [
+            f"{len(steps)} {verb} ({format_bytes(sum(self._bytes(step) for step in steps))})"
+            for steps, verb in ((gathered, "unshard"), (reduced, "reduce"))
+            if steps
+        ]
+        return f"{self.kind.value}: {', '.join(parts) or 'no communication'}"
+
+    def _row(self, number: int, step: Step) -> tuple[str, ...]:
+        size = self._bytes(step)
+        return (
+            str(number),
+            step.op,
+            self._label(step),
+            self._where(step),
+            format_bytes(size) if size else "",
+            " ".join(map(str, step.after)),
+            " ".join(self._behind(number, step)),
+        )
+
+    def _label(self, step: Step) -> str:
+        return self.groups[step.group].label if isinstance(step, GroupStep) else ""
+
+    def _bytes(self, step: Step) -> int:
+        if isinstance(step, Unshard):
+            return self.groups[step.group].gather_bytes
+        if isinstance(step, ReduceInner | ReduceOuter):
+            return self.groups[step.group].reduce_bytes
+        return 0
+
+    def _where(self, step: Step) -> str:
+        """Steps that make a read possible say what they precede, the others what they follow."""
+        if isinstance(step, Unshard) and not step.after:
+            return "at the start"
+        if isinstance(step, Unshard | Wait):
+            return f"before {self.facts.names[step.anchor]}"
+        if isinstance(step, ReduceOuter | WaitReductions) and step.anchor == self.facts.end:
+            return "at the end"
+        return f"after {self.facts.names[step.anchor - 1]}"
+
+    def _behind(self, number: int, step: Step) -> list[str]:
+        """Labels of the groups that compute between the issue of a gather and its wait."""
+        if not isinstance(step, Unshard):
+            return []
+        labels = []
+        for later in self.steps[number + 1 :]:
+            if isinstance(later, Wait):
+                if later.group == step.group:
+                    break
+                labels.append(self.groups[later.group].label)
+        return labels
+
+
+def format_bytes(size: int) -> str:
+    """``size`` bytes for people: ``512 B``, ``12.0 KiB``, ``1.5 GiB``."""
+    if size < 1024:
+        return f"{size} B"
+    value = float(size)
+    for unit in ("KiB", "MiB", "GiB"):
+        value /= 1024
+        if value < 1024:
+            return f"{value:.1f} {unit}"
+    return f"{value / 1024:.1f} TiB"
+
+
+def _table(rows: Sequence[Sequence[str]], right_aligned: Sequence[int]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if number in right_aligned else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _as_dict(step: Step) -> dict[str, Any]:
+    return {"step": step.op, **{field.name: getattr(step, field.name) for field in fields(step)}}

@@ -1,0 +1,84 @@
+"""Every private torch name that the passes lean on, with the reason.
+
+Inductor is imported inside functions: importing compile_fsdp must not pull it in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch.fx import GraphModule
+
+
+def op_schema(target: object) -> torch.FunctionSchema | None:
+    """The schema of an op in a graph, None when ``target`` is no operator overload.
+
+    Aliasing and mutation are declared in schemas; the class of overloads and the attribute are
+    both private, although every FX pass in torch itself reads them.
+    """
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema
+    return None
+
+
+def inductor_compile(
+    gm: GraphModule, inputs: Sequence[Any], config_patches: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """Compile a Dynamo graph with Inductor under the given config.
+
+    ``torch._inductor.compile`` is the documented spelling, but wants an exported graph. This is
+    what ``torch.compile(backend="inductor")`` calls; it keeps the config for the backward graph,
+    which is compiled later.
+    """
+    from torch._inductor.compile_fx import compile_fx
+
+    # The other types of its result are for ahead-of-time compilation.
+    return cast(Callable[..., Any], compile_fx(gm, inputs, config_patches=dict(config_patches)))
+
+
+def custom_graph_pass() -> type[Any]:
+    """Base class of a pass that Inductor may cache results of."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    return CustomGraphPass
+
+
+def inference_aware_graph_pass() -> type[Any]:
+    """As `custom_graph_pass`, for a pass that is also told whether a graph is for inference."""
+    from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass
+
+    return CustomInferenceAwareGraphPass
+
+
+def inductor_config_value(name: str) -> Any:
+    """A value of Inductor's global config: a user may have passes of their own there."""
+    from torch._inductor import config
+
+    return getattr(config, name)
+
+
+def aot_autograd_compile(
+    gm: GraphModule, inputs: Sequence[Any], **compilers: Any
+) -> Callable[..., Any]:
+    """Trace a Dynamo graph into forward and backward and hand each to its compiler.
+
+    ``compilers`` are the keyword arguments of ``functorch.compile.aot_module_simplified``. This
+    wrapper, which PyTorch's guide to custom backends recommends, also keeps Dynamo out of the
+    backward compiler and of what it returns.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+
+    compiled: Callable[..., Any] = aot_autograd(**compilers)(gm, inputs)
+    return compiled
+
+
+def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Mark ``run`` as taking one list of arguments, which it may clear while it runs.
+
+    AOTAutograd asks for it by this attribute. ``functorch.compile.make_boxed_func`` sets it
+    too, but holds on to all arguments, so no activation is freed during backward.
+    """
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
