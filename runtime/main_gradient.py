@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 from .dbuffer import DBuffer
 from .streams import Event, Lane
@@ -56,7 +56,12 @@ class MainGradient:
 
     def _use(self, buffer: DBuffer) -> None:
         self.buffer = buffer
-        self.finished = buffer.view(self._finished_placements)
+        # Partial is held like Replicate, and the outer reduction works in place: the finished
+        # gradient is a part of the very storage that the unfinished one is in.
+        held = [Replicate() if each.is_partial() else each for each in buffer.placements]
+        self.finished = DBuffer.from_local(
+            buffer.local, buffer.mesh, held, buffer.tensor_shapes, layout=buffer.layout
+        ).view(self._finished_placements)
 
     def accumulate(
         self, partial: DBuffer, indices: Sequence[int], scale: float, lane: Lane

@@ -141,6 +141,13 @@ def train_fsdp2(model: nn.Module, batches: Sequence[Batch], **options: Any) -> R
     return train(sharded, batches, **options)
 
 
+def assert_gradients_close(found: nn.Module, expected: nn.Module, **tolerance: float) -> None:
+    """The gradients of two models agree within rounding, None where the other has none."""
+    wanted = gradients_of(expected)
+    for name, gradient in gradients_of(found).items():
+        _close(f"gradient of {name}", gradient, wanted[name], **{**TOLERANCE, **tolerance})
+
+
 def assert_close(found: Run, expected: Run, **tolerance: float) -> None:
     """Losses, gradients of every step and final parameters agree within rounding."""
     _compare(found, expected, **{**TOLERANCE, **tolerance})
@@ -152,20 +159,23 @@ def assert_same(found: Run, expected: Run) -> None:
 
 
 def _compare(found: Run, expected: Run, rtol: float, atol: float) -> None:
-    def close(what: str, left: torch.Tensor | None, right: torch.Tensor | None) -> None:
-        if left is None or right is None:
-            assert left is right, f"{what}: {left} against {right}"
-            return
-        torch.testing.assert_close(
-            left, right, rtol=rtol, atol=atol, msg=lambda text: f"{what}: {text}"
-        )
-
     for step, (left, right) in enumerate(zip(found.losses, expected.losses, strict=True)):
-        close(f"loss of step {step}", left, right)
+        _close(f"loss of step {step}", left, right, rtol, atol)
     for step, (lefts, rights) in enumerate(zip(found.gradients, expected.gradients, strict=True)):
         assert lefts.keys() == rights.keys()
-        for name, right in rights.items():
-            close(f"gradient of {name} in step {step}", lefts[name], right)
+        for name, wanted in rights.items():
+            _close(f"gradient of {name} in step {step}", lefts[name], wanted, rtol, atol)
     assert found.parameters.keys() == expected.parameters.keys()
-    for name, right in expected.parameters.items():
-        close(f"parameter {name}", found.parameters[name], right)
+    for name, wanted in expected.parameters.items():
+        _close(f"parameter {name}", found.parameters[name], wanted, rtol, atol)
+
+
+def _close(
+    what: str, found: torch.Tensor | None, wanted: torch.Tensor | None, rtol: float, atol: float
+) -> None:
+    if found is None or wanted is None:
+        assert found is wanted, f"{what}: found {found}, expected {wanted}"
+        return
+    torch.testing.assert_close(
+        found, wanted, rtol=rtol, atol=atol, msg=lambda text: f"{what}: {text}"
+    )

@@ -1,0 +1,145 @@
+"""Gradient accumulation, and both ways of zeroing (cases 14 to 16)."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from compile_fsdp import MixedPrecisionPolicy, fully_shard, microbatch
+from tests.distributed import distributed
+from tests.models import LanguageModel, language_batches
+from tests.training import (
+    adamw,
+    assert_gradients_close,
+    cpu_mesh,
+    drive,
+    full,
+    local_batch,
+    shard_blocks,
+)
+
+
+@pytest.mark.parametrize("driver", ["eager", "aot_eager"])
+@pytest.mark.parametrize("flagged", [True, False])
+@distributed(1, 2)
+def test_four_microbatches_add_up(driver: str, flagged: bool) -> None:
+    model = LanguageModel()
+    batches = language_batches(4, torch.distributed.get_world_size())
+    sharded = shard_blocks(copy.deepcopy(model))
+    call = drive(sharded, driver)
+    for number, batch in enumerate(batches):
+        if flagged:
+            with microbatch(sharded, is_last=number == 3):
+                call(*local_batch(batch)).backward()
+        else:
+            call(*local_batch(batch)).backward()
+        model(*batch).backward()
+    assert_gradients_close(sharded, model)
+
+
+@pytest.mark.parametrize("driver", ["eager", "aot_eager"])
+@distributed(2)
+def test_zeroing_in_place_and_by_dropping_agree(driver: str) -> None:
+    batches = language_batches(3, 2)
+    results = []
+    for set_to_none in (True, False):
+        torch.manual_seed(3)
+        sharded = shard_blocks(LanguageModel())
+        optimizer, call = adamw(sharded), drive(sharded, driver)
+        for batch in batches:
+            call(*local_batch(batch)).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+        results.append([full(parameter) for parameter in sharded.parameters()])
+    for dropped, zeroed in zip(*results, strict=True):
+        torch.testing.assert_close(dropped, zeroed, rtol=0, atol=0)
+
+
+@distributed(2)
+def test_a_gradient_kept_from_the_last_step_stays_what_it_was() -> None:
+    sharded = shard_blocks(LanguageModel())
+    first, second = language_batches(2, 2)
+    sharded(*local_batch(first)).backward()
+    kept = sharded.head._parameters["weight"].grad
+    value = full(kept)
+    sharded.zero_grad()
+    sharded(*local_batch(second)).backward()
+    torch.testing.assert_close(full(kept), value, rtol=0, atol=0)
+    assert not torch.equal(full(sharded.head._parameters["weight"].grad), value)
+
+
+@distributed(2)
+def test_dropping_one_gradient_restarts_that_one_only() -> None:
+    sharded = shard_blocks(LanguageModel())
+    (batch,) = language_batches(1, 2)
+    sharded(*local_batch(batch)).backward()
+    once = {name: full(each.grad) for name, each in sharded.named_parameters()}
+    sharded.head._parameters["weight"].grad = None
+    sharded(*local_batch(batch)).backward()
+    for name, parameter in sharded.named_parameters():
+        factor = 1 if name == "head.weight" else 2
+        torch.testing.assert_close(full(parameter.grad), factor * once[name], rtol=0, atol=0)
+
+
+class LateUse(nn.Module):
+    """The second head is used on demand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(4, 4)
+        self.early = nn.Linear(4, 2)
+        self.late = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, both: bool) -> torch.Tensor:
+        hidden = torch.tanh(self.trunk(x))
+        out = self.early(hidden) + (self.late(hidden) if both else 0)
+        return F.mse_loss(out, y)
+
+
+@pytest.mark.parametrize("driver", ["eager", "aot_eager"])
+@distributed(2)
+def test_a_parameter_used_first_on_the_last_microbatch(driver: str) -> None:
+    model = LateUse()
+    sharded = copy.deepcopy(model)
+    policy = MixedPrecisionPolicy(grad_comm_dtype=torch.float64)
+    fully_shard(sharded, cpu_mesh(), mixed_precision_policy=policy)
+    call = drive(sharded, driver)
+    for number in range(3):
+        batch = [torch.randn(4, 4), torch.randn(4, 2)]
+        model(*batch, number == 2).backward()
+        with microbatch(sharded, is_last=number == 2):
+            call(*local_batch(batch), number == 2).backward()
+        late = sharded.late._parameters["weight"]
+        assert (late.grad is None) == (number < 2)
+    assert_gradients_close(sharded, model)
+
+
+@distributed(2)
+def test_microbatch_restores_the_flag_after_an_exception() -> None:
+    sharded = shard_blocks(LanguageModel())
+    context = sharded._fsdp_unit.context
+    with pytest.raises(KeyError), microbatch(sharded, is_last=False):
+        assert context.is_last_microbatch is False
+        raise KeyError
+    assert context.is_last_microbatch is True
+    with pytest.raises(ValueError, match="nothing at or below this Linear is sharded"):
+        with microbatch(nn.Linear(1, 1), is_last=True):
+            pass
+
+
+@distributed(2)
+def test_grad_scale_multiplies_each_contribution() -> None:
+    model = nn.Linear(4, 2)
+    scaled, plain = copy.deepcopy(model), copy.deepcopy(model)
+    fully_shard(scaled, cpu_mesh(), grad_scale=0.25)
+    fully_shard(plain, cpu_mesh())
+    for _ in range(2):
+        x = torch.randn(3, 4)
+        scaled(x).sum().backward()
+        plain(x).sum().backward()
+    for small, large in zip(scaled.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(small.grad), 0.25 * full(large.grad), rtol=0, atol=0)
