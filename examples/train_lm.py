@@ -9,6 +9,7 @@ every training program needs. See --help.
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import sys
 import time
@@ -58,17 +59,20 @@ class Run:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train; 0, or 2 after a one-line error on the first rank."""
     world = join_world()
+    code = 0
     try:
         train(world, world.collectively(lambda: parse_options(arguments)))
-        return 0
     except InputError as error:
         if world.rank == 0:
             print(f"train_lm: error: {error}", file=sys.stderr, flush=True)
-        # The launcher stops everybody when one leaves: nobody does before the line is out.
-        world.barrier()
-        return 2
-    finally:
-        dist.destroy_process_group()
+        code = 2
+    # All leave together: the launcher stops the others when one fails, and the line above must be
+    # out by then. The groups go first, with the cycles of modules that hold them: a group's thread
+    # that still frees a tensor while the interpreter shuts down aborts the process.
+    world.barrier()
+    dist.destroy_process_group()
+    gc.collect()
+    return code
 
 
 def train(world: World, options: Options) -> None:

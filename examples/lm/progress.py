@@ -108,7 +108,7 @@ def _bar(first_step: int, steps: int) -> Progress:
         TextColumn("{task.fields[columns]}"),
         TimeRemainingColumn(),
     )
-    task = display.add_task("train", total=steps, completed=first_step, columns="compiling")
+    task = display.add_task("train", total=steps, completed=first_step, columns="first step")
 
     class Bar(_Silent):
         def __enter__(self) -> Progress:
