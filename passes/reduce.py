@@ -48,7 +48,9 @@ def write_wait_reductions(writer: GraphWriter, step: WaitReductions) -> Node:
     """Write ``wait_reductions(tokens, groups)``."""
     tokens = writer.named_by(step)
     groups = list(step.groups)
-    return writer.call(WAIT_REDUCTIONS, tokens, groups, before=writer.place(step))
+    return writer.call(
+        WAIT_REDUCTIONS, tokens, groups, before=writer.place(step), name="wait_reductions"
+    )
 
 
 def erase_gradient_sums(writer: GraphWriter) -> None:

@@ -58,7 +58,8 @@ def write_unshard(writer: GraphWriter, step: Unshard) -> Node:
 def write_wait(writer: GraphWriter, step: Wait) -> Node:
     """Write ``wait(full, group, issued)``, followed by the views that replace the markers."""
     full, place = writer.full[step.group], writer.place(step)
-    writer.call(WAIT, full, step.group, writer.named_by(step), before=place)
+    name = writer.readable("wait", step.group)
+    writer.call(WAIT, full, step.group, writer.named_by(step), before=place, name=name)
     trees = [tree for tree in writer.uses.markers[step.group] if tree.readers]
     _write_views(writer, trees, full, place)
     _move_views_down(writer, trees, step)
@@ -68,7 +69,8 @@ def write_wait(writer: GraphWriter, step: Wait) -> Node:
 def write_release(writer: GraphWriter, step: Release) -> Node:
     """Write ``release(full, group)``."""
     full = writer.full[step.group]
-    writer.call(RELEASE, full, step.group, before=writer.place(step))
+    name = writer.readable("release", step.group)
+    writer.call(RELEASE, full, step.group, before=writer.place(step), name=name)
     return full
 
 

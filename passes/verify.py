@@ -407,7 +407,7 @@ class _Dependencies:
         memory = {tree.root: _Memory() for tree in self.graph.buffers}
         for node in self.graph.nodes:
             buffers = dict.fromkeys(owner[a] for a in node.all_input_nodes if a in owner)
-            if node in owner:  # a view touches no memory
+            if owner.get(node, node) is not node:  # a view touches no memory
                 buffers = {}
             self.before[node] = self._behind(node.all_input_nodes)
             self._order_accesses(node, {root: memory[root] for root in buffers}, owner)
