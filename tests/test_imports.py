@@ -119,8 +119,9 @@ def attribute_chain(node: ast.AST) -> list[str]:
 
 
 def is_private_torch(name: str) -> bool:
+    """Operators are exempt: their names (`aten._to_copy`) are the dispatcher's, not a module's."""
     root, *rest = name.split(".")
-    if root not in ("torch", "functorch"):
+    if root not in ("torch", "functorch") or rest[:1] == ["ops"]:
         return False
     return any(part.startswith("_") and not part.startswith("__") for part in rest)
 
