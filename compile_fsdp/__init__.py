@@ -6,6 +6,7 @@ and train as usual; without ``torch.compile`` the same runtime is driven by modu
 
 import compile_fsdp.runtime.ops  # noqa: F401  (registers torch.ops.compile_fsdp)
 
+from .checkpoint import load_checkpoint, save_checkpoint
 from .fully_shard import fully_shard, microbatch
 from .module import FsdpModule
 from .optimizer import fully_shard_optimizer
@@ -34,5 +35,7 @@ __all__ = [
     "TensorAtomic",
     "fully_shard",
     "fully_shard_optimizer",
+    "load_checkpoint",
     "microbatch",
+    "save_checkpoint",
 ]

@@ -1,0 +1,326 @@
+"""What DCP asks of a checkpoint: which rows each rank writes and reads, from which file.
+
+A checkpoint maps keys to `Piece` (this rank's part of a tensor) and `Value` (any other object,
+the same on every rank). DCP would derive the parts of a DTensor by itself, from private methods
+of its placements; saying them here keeps checkpoints right whatever torch does to placements::
+
+    key w, shape (5, 4)   rank 0  Piece(local (3, 4), offset (0, 0))
+                          rank 1  Piece(local (2, 4), offset (3, 0))
+                          rank 2  Piece(local (0, 4), offset (5, 0))     writes nothing
+
+Files are plain DCP: ``torch.distributed.checkpoint.load`` reads them too.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pickle
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.tensor import DTensor, Replicate
+from torch.futures import Future
+from torch.serialization import get_crc32_options, set_crc32_options
+
+from compile_fsdp.runtime.dtensor import RowShard, segment_number
+
+from .checkpoint_folder import METADATA
+
+
+@dataclass(frozen=True)
+class Piece:
+    """This rank's part of a tensor.
+
+    Attributes:
+        local: the elements it holds; may have none.
+        shape: of the whole tensor.
+        offset: where ``local`` begins in the whole tensor, one number for each dim.
+    """
+
+    local: torch.Tensor
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+    @property
+    def chunk(self) -> ChunkStorageMetadata:
+        """Place and size in DCP's terms."""
+        return ChunkStorageMetadata(torch.Size(self.offset), self.local.shape)
+
+    @property
+    def is_needless(self) -> bool:
+        """Whether the piece is empty although the tensor is not."""
+        return self.local.numel() == 0 and math.prod(self.shape) > 0
+
+
+@dataclass
+class Value:
+    """An object that is saved as it is, and replaced by a load."""
+
+    value: object
+
+
+Entries = Mapping[str, Piece | Value]
+
+
+def piece_of(tensor: torch.Tensor) -> Piece:
+    """The part of ``tensor`` (a DTensor, or a plain tensor equal on every rank) on this rank.
+
+    The piece aliases the tensor's memory.
+
+    Raises:
+        RuntimeError: a DTensor whose local part cannot be located.
+    """
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return Piece(tensor.detach(), shape, (0,) * len(shape))
+    with torch.no_grad():
+        local = tensor.to_local()
+    sizes, offset = _extent(tensor, tuple(local.shape))
+    if sizes != tuple(local.shape):
+        raise RuntimeError(
+            f"a DTensor of shape {shape} and placements {tensor.placements} should hold a local "
+            f"part of shape {sizes}, found {tuple(local.shape)}"
+        )
+    return Piece(local, shape, offset)
+
+
+def _extent(
+    tensor: DTensor, local_shape: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Size and offset of the local part."""
+    row_shards = [each for each in tensor.placements if isinstance(each, RowShard)]
+    if row_shards:
+        if len(row_shards) + sum(isinstance(p, Replicate) for p in tensor.placements) != len(
+            tensor.placements
+        ):
+            raise RuntimeError(f"a DTensor with placements {tensor.placements} cannot be saved yet")
+        exact = row_shards[0]
+        segment = segment_number(exact.coordinate, exact.sizes)
+        rows, first = exact.rows[segment], sum(exact.rows[:segment])
+        return (rows, *tensor.shape[1:]), (first, *(0 for _ in local_shape[1:]))
+    # DTensor's side of DCP's protocol for tensors that know their own chunks.
+    chunks = tensor.__create_chunk_list__()
+    return tuple(chunks[0].sizes), tuple(chunks[0].offsets)
+
+
+class SaveEntries(DefaultSavePlanner):
+    """Plans the writing of `Entries`; what several ranks hold alike is written by one."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def create_local_plan(self) -> SavePlan:
+        """What this rank could write; the coordinator takes duplicates out."""
+        items = []
+        for key, entry in self.state_dict.items():
+            if isinstance(entry, Value):
+                items.append(WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO))
+            elif isinstance(entry, Piece) and not entry.is_needless:
+                data = TensorWriteData(
+                    entry.chunk,
+                    TensorProperties.create_from_tensor(entry.local),
+                    torch.Size(entry.shape),
+                )
+                index = MetadataIndex(key, entry.offset)
+                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+        self.plan = SavePlan(items)
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """The tensor or object to write."""
+        entry = self.state_dict[index.fqn]
+        return entry.local if isinstance(entry, Piece) else entry.value
+
+
+class LoadEntries(DefaultLoadPlanner):
+    """Plans reading into `Entries`: pieces in place, values by replacing them."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Remember what to read; the base class would look for tensors in it."""
+        self.state_dict = state_dict
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
+
+    def create_local_plan(self) -> LoadPlan:
+        """The parts of saved chunks that cover this rank's pieces.
+
+        Raises:
+            RuntimeError: the checkpoint has no data for some of a piece's elements.
+        """
+        assert self.metadata is not None
+        items: list[ReadItem] = []
+        for key, entry in self.state_dict.items():
+            saved = self.metadata.state_dict_metadata[key]
+            if isinstance(entry, Value) or isinstance(saved, BytesStorageMetadata):
+                items.append(_read_value(key))
+            elif entry.local.numel():
+                parts = create_read_items_for_chunk_list(key, saved, [entry.chunk])
+                covered = sum(math.prod(part.lengths) for part in parts)
+                if covered != entry.local.numel():
+                    raise RuntimeError(
+                        f"the checkpoint is damaged: expected {entry.local.numel()} elements of "
+                        f"{key!r} for this rank, found {covered}; load another checkpoint"
+                    )
+                items.extend(parts)
+        return LoadPlan(items)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Take a value in."""
+        self.state_dict[read_item.dest_index.fqn].value = unpickle(value)
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """Where in a piece the data goes."""
+        target: torch.Tensor = self.state_dict[read_item.dest_index.fqn].local
+        return _narrow(target, read_item.dest_offsets, read_item.lengths)
+
+
+def _read_value(key: str) -> ReadItem:
+    index, nothing = MetadataIndex(key), torch.Size((0,))
+    return ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
+
+
+def _narrow(tensor: torch.Tensor, offsets: Iterable[int], lengths: Iterable[int]) -> torch.Tensor:
+    for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+        tensor = tensor.narrow(dim, offset, length)
+    return tensor
+
+
+class CheckedReader(FileSystemReader):
+    """Reads a checkpoint's files and proves each part that it reads.
+
+    DCP stores each part as a zip archive, whose checksums ``torch.load`` does not look at.
+    """
+
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        super().__init__(folder)
+        self._folder = folder
+        self._metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What `read_metadata` has read already."""
+        return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what ``plan`` asks for.
+
+        Raises:
+            RuntimeError: a part is missing, cut short or altered.
+        """
+        for item in plan.items:
+            raw = read_part(self._folder, self._metadata, item.storage_index)
+            if item.type is LoadItemType.BYTE_IO:
+                planner.load_bytes(item, raw)
+                continue
+            saved: torch.Tensor = torch.load(raw, map_location="cpu", weights_only=True)
+            target = planner.resolve_tensor(item)
+            target.copy_(_narrow(saved, item.storage_offsets, item.lengths))
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """The description of a checkpoint: keys, shapes, dtypes, and which file has what.
+
+    Raises:
+        RuntimeError: it cannot be understood.
+    """
+    try:
+        with open(folder / METADATA, "rb") as file:
+            metadata = pickle.load(file)
+    except Exception as error:  # a damaged pickle raises anything
+        raise _damaged(folder / METADATA, f"{type(error).__name__}: {error}") from error
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise _damaged(folder / METADATA, f"found a {type(metadata).__name__}")
+    return metadata
+
+
+def check_sizes(folder: Path, metadata: Metadata) -> None:
+    """Raise RuntimeError when a data file is missing or is shorter than it was written."""
+    sizes: dict[str, int] = {}
+    for index, part in metadata.storage_data.items():
+        path = folder / part.relative_path
+        if part.relative_path not in sizes:
+            sizes[part.relative_path] = os.path.getsize(path) if path.is_file() else -1
+        end, size = part.offset + part.length, sizes[part.relative_path]
+        if end > size:
+            found = "no such file" if size < 0 else f"{size}"
+            raise _damaged(path, f"expected {end} bytes for {index.fqn!r}, found {found}")
+
+
+def read_part(folder: Path, metadata: Metadata, index: MetadataIndex) -> io.BytesIO:
+    """The bytes of one chunk or value, proven to be those that were written.
+
+    Raises:
+        RuntimeError: they are not.
+    """
+    part = metadata.storage_data[index]
+    path = folder / part.relative_path
+    try:
+        with open(path, "rb") as file:
+            file.seek(part.offset)
+            raw = io.BytesIO(file.read(part.length))
+        if zipfile.ZipFile(raw).testzip() is not None:
+            raise zipfile.BadZipFile("the checksum differs")
+    except Exception as error:  # a damaged archive raises anything
+        reason = f"expected the data of {index.fqn!r}, found {type(error).__name__}: {error}"
+        raise _damaged(path, reason) from error
+    raw.seek(0)
+    return raw
+
+
+def unpickle(raw: io.BytesIO) -> Any:
+    """The object in a part that holds a `Value`."""
+    return torch.load(raw, map_location="cpu", weights_only=False)
+
+
+@contextmanager
+def checksums() -> Iterator[None]:
+    """Have ``torch.save`` store checksums, whatever the user chose for other files."""
+    previous = get_crc32_options()
+    set_crc32_options(True)
+    try:
+        yield
+    finally:
+        set_crc32_options(previous)
+
+
+def _damaged(path: Path, reason: str) -> RuntimeError:
+    line = " ".join(reason.split())
+    return RuntimeError(f"{path} is damaged: {line}; load another checkpoint")

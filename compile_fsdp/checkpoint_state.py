@@ -1,0 +1,187 @@
+"""What a checkpoint holds of a model and of an optimizer, and how it comes back.
+
+    <fqn>                                 a parameter (its main weight) or a persistent buffer
+    optimizer.state.<parameter>.<name>    one entry of the optimizer's state of that parameter
+    optimizer.description                 parameter groups, with names instead of parameters
+
+Loading has three steps, so that nothing changes before everything is known to be right: `plan`
+compares names and shapes and makes temporary pieces in host memory, `prepare` checks what was
+read into them and allocates, `commit` writes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from compile_fsdp.runtime.parameter_group import (
+    FsdpParameterGroup,
+    get_containing_parameter_group,
+    sync_model_weights_from_main_weights,
+)
+
+from .checkpoint_planner import Piece, Value, piece_of
+
+DESCRIPTION = "optimizer.description"
+"""The key of the optimizer's description; see `compile_fsdp.checkpoint_optimizer`."""
+
+_STATE_PREFIX = "optimizer.state."
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+_EXTRA_STATE = "_extra_state"
+
+
+def clean_fqn(name: str) -> str:
+    """``name`` without what ``torch.compile`` and activation checkpointing wrap around modules."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def is_optimizer_key(key: str) -> bool:
+    """Whether ``key`` belongs to the optimizer's part of a checkpoint."""
+    return key == DESCRIPTION or key.startswith(_STATE_PREFIX)
+
+
+def state_key(fqn: str, name: str) -> str:
+    """Where a checkpoint has the optimizer state ``name`` of the parameter ``fqn``."""
+    return f"{_STATE_PREFIX}{fqn}.{name}"
+
+
+class ModelState:
+    """Parameters, persistent buffers and extra states of a model, by clean FQN.
+
+    A tied tensor has several names and is saved under each, like ``state_dict`` does.
+
+    Raises:
+        ValueError: a name is ambiguous or not available.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._extra: dict[str, tuple[str, object]] = {}
+        self._loaded: dict[str, Piece] = {}
+        self._loaded_extra: dict[str, Value] = {}
+        own = {id(tensor) for tensor in itertools.chain(model.parameters(), model.buffers())}
+        for raw, value in model.state_dict(keep_vars=True).items():
+            name = clean_fqn(raw)
+            if name in self._tensors or name in self._extra or is_optimizer_key(name):
+                raise ValueError(
+                    f"the model's {raw!r} would be saved as {name!r}, which is "
+                    f"{'reserved' if is_optimizer_key(name) else 'taken'}; rename that module"
+                )
+            if isinstance(value, torch.Tensor) and id(value) in own:
+                self._tensors[name] = value
+            elif name.rpartition(".")[2] == _EXTRA_STATE:
+                self._extra[name] = (raw, value)
+            else:
+                raise ValueError(
+                    f"state_dict entry {raw!r} is neither a parameter nor a buffer of the model "
+                    "(a state_dict hook made it) and could not be loaded; save it by other means"
+                )
+
+    def entries(self) -> dict[str, Piece | Value]:
+        """What to save, aliasing the model's memory."""
+        pieces = {name: piece_of(tensor) for name, tensor in self._tensors.items()}
+        return {**pieces, **{name: Value(value) for name, (_, value) in self._extra.items()}}
+
+    def plan(self, metadata: Metadata) -> dict[str, Piece | Value]:
+        """What to read.
+
+        Raises:
+            ValueError: the checkpoint is of another model.
+            RuntimeError: the model is in use.
+        """
+        saved = metadata.state_dict_metadata
+        for name in (*self._tensors, *self._extra):
+            if name not in saved:
+                others = [key for key in saved if not is_optimizer_key(key)]
+                raise ValueError(
+                    f"the checkpoint is of another model: expected {name!r}, found "
+                    f"{len(others)} other names{f' like {others[0]!r}' if others else ''}; "
+                    "build the model that was saved"
+                )
+        for key in saved:
+            if key not in self._tensors and key not in self._extra and not is_optimizer_key(key):
+                raise ValueError(
+                    f"the checkpoint is of another model: expected no {key!r}, which the model "
+                    "does not have, found it; build the model that was saved"
+                )
+        for name, tensor in self._tensors.items():
+            _check_at_rest(name, tensor)
+            self._loaded[name] = _temporary(piece_of(tensor), saved[name], name)
+        self._loaded_extra = {name: Value(None) for name in self._extra}
+        return {**self._loaded, **self._loaded_extra}
+
+    def prepare(self) -> None:
+        """Check what was read.
+
+        Raises:
+            ValueError: tied parameters differ in the checkpoint.
+        """
+        first: dict[int, str] = {}
+        for name, tensor in self._tensors.items():
+            other = first.setdefault(id(tensor), name)
+            if other != name and not _same(self._loaded[other].local, self._loaded[name].local):
+                raise ValueError(
+                    f"{other!r} and {name!r} are tied: expected equal values in the checkpoint, "
+                    "found different ones; untie them, or load a checkpoint of the tied model"
+                )
+
+    def commit(self) -> None:
+        """Write what was read into the model, and refresh what computes with it."""
+        if self._loaded_extra:
+            extra = {self._extra[name][0]: each.value for name, each in self._loaded_extra.items()}
+            # Through the module, whose wrappers and hooks know where it goes.
+            self._model.load_state_dict(extra, strict=False)
+        with torch.inference_mode(False), torch.no_grad():
+            for name, tensor in self._tensors.items():
+                piece_of(tensor).local.copy_(self._loaded[name].local)
+            sync_model_weights_from_main_weights(list(self._tensors.values()))
+        for group in {id(group): group for group in _groups(self._tensors.values())}.values():
+            if group.is_unsharded and not group.is_held:
+                # A gather of the weights before.
+                group.reshard_parameters()
+
+
+def _groups(tensors: Iterable[torch.Tensor]) -> Iterator[FsdpParameterGroup]:
+    for tensor in tensors:
+        group = get_containing_parameter_group(tensor)
+        if group is not None:
+            yield group
+
+
+def _check_at_rest(name: str, tensor: torch.Tensor) -> None:
+    if tensor.is_meta:
+        raise ValueError(
+            f"{name!r} is on the meta device: expected memory to load into, found none; call "
+            "to_empty() or fully_shard first"
+        )
+    group = get_containing_parameter_group(tensor)
+    if group is not None and group.is_held:
+        raise RuntimeError(
+            f"{name!r} is in use: expected a model between steps, found its parameters unsharded "
+            "in a forward or backward; load before or after it"
+        )
+
+
+def _temporary(target: Piece, saved: object, name: str) -> Piece:
+    """A piece in host memory, in the checkpoint's dtype, for what belongs into ``target``."""
+    found = tuple(saved.size) if isinstance(saved, TensorStorageMetadata) else "no tensor"
+    if not isinstance(saved, TensorStorageMetadata) or found != target.shape:
+        raise ValueError(
+            f"the checkpoint is of another model: expected {name!r} of shape {target.shape}, "
+            f"found {found}; build the model that was saved"
+        )
+    with torch.inference_mode(False):
+        local = torch.empty(target.local.shape, dtype=saved.properties.dtype)
+    return Piece(local, target.shape, target.offset)
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Bitwise: NaN equals itself."""
+    if one.dtype != other.dtype:
+        return False
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
