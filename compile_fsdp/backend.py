@@ -19,8 +19,6 @@ from compile_fsdp.passes.schedule import Policy
 from compile_fsdp.runtime.group_info import GroupInfo
 from compile_fsdp.runtime.registry import registry
 
-from .torch_internals import exclude_gathered_buffers_from_reuse
-
 INNER_COMPILERS = ("inductor", "aot_eager")
 
 
@@ -117,7 +115,6 @@ def compile_fsdp(
         return pipeline.compile_with_aot_eager(
             gm, example_inputs, groups=groups, policy=policy, verify=parsed.verify
         )
-    exclude_gathered_buffers_from_reuse()
     return pipeline.compile_with_inductor(
         gm,
         example_inputs,

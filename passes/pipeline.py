@@ -38,8 +38,9 @@ from .writer import write_schedule
 class Observer(Protocol):
     """Is told about every graph that is rewritten; for tests and for people."""
 
-    def __call__(self, kind: GraphKind, before: str, schedule: Schedule, after: str) -> None:
-        """``before`` and ``after`` are the graph's text around the rewrite."""
+    def __call__(self, kind: GraphKind, before: str, schedule: Schedule, after: Graph) -> None:
+        """``before`` is the text of the graph before the rewrite; ``after`` is the graph itself,
+        which the compiler goes on to change: read it now."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class PassOptions:
         before = "" if self.observer is None else str(graph)
         schedule = rewrite(graph, self.groups, self.policy, kind=kind, verify=self.verify)
         if self.observer is not None:
-            self.observer(kind, before, schedule, str(graph))
+            self.observer(kind, before, schedule, graph)
 
     @functools.cached_property
     def cache_key(self) -> str:
@@ -140,8 +141,10 @@ def compile_with_inductor(
     Returns:
         A callable with the graph's signature.
     """
+    from . import lowerings
     from .inductor import with_passes
 
+    lowerings.register()
     options = PassOptions(groups, policy, verify, observer)
     return inductor_compile(gm, inputs, with_passes(options, config_patches or {}))
 

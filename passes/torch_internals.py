@@ -82,3 +82,38 @@ def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     """
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
+
+
+def lower_opaque_op(op: Any, lowering: Callable[..., Any]) -> None:
+    """Have Inductor call ``lowering(call, *args)`` for ``op``; ``call(*args)`` is its default.
+
+    Lowerings are Inductor's only hook with access to its buffers.
+    """
+    from torch._inductor.lowering import fallback_handler, register_lowering
+
+    call = fallback_handler(op)
+
+    def lower(*args: Any) -> Any:
+        return lowering(call, *args)
+
+    register_lowering(op, type_promotion_kind=None)(lower)
+
+
+def exclude_from_reuse(buffer: Any) -> None:
+    """Never give the memory of ``buffer`` to another tensor of the graph that is being lowered.
+
+    Inductor keeps this list for storages that are resized.
+    """
+    from torch._inductor.virtualized import V
+
+    V.graph.never_reuse_buffers.add(buffer.get_name())
+
+
+def evaluate_reads_of(buffer: Any) -> None:
+    """Give every pending read of ``buffer`` its place in the order now.
+
+    Inductor calls this itself for a mutation, but for opaque ops too late.
+    """
+    from torch._inductor.virtualized import V
+
+    V.graph.mark_buffer_mutated(buffer.get_name())

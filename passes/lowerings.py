@@ -1,0 +1,45 @@
+"""How Inductor must treat a gathered buffer: memory that is not its own, and that goes away.
+
+Inductor takes the result of an opaque op for a fresh allocation, and moves reads of it freely
+unless it sees a mutation. Two lowerings tell it what it cannot know:
+
+``unshard``
+    The buffer belongs to the runtime, which takes its memory away at ``release``. Inductor must
+    never give that memory to another tensor after the last read.
+
+``wait``, ``release``
+    Pointwise reads are kept unevaluated until something needs them. Before a buffer is mutated
+    Inductor evaluates the pending reads of it, but for an opaque op it does so when that op has
+    its place in the order already (seen on torch 2.13): a LayerNorm's read of its weight came
+    after the weight's release. Evaluating them first puts them where the graph has them.
+
+Importing this module imports Inductor, so only a compilation imports it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from .torch_internals import evaluate_reads_of, exclude_from_reuse, lower_opaque_op
+
+
+@functools.cache
+def register() -> None:
+    """Register the lowerings with Inductor; idempotent."""
+
+    def unshard(call: Any, *args: Any) -> Any:
+        full = call(*args)
+        exclude_from_reuse(full)
+        return full
+
+    def mutate(call: Any, full: Any, *args: Any) -> Any:
+        evaluate_reads_of(full)
+        return call(full, *args)
+
+    ops = torch.ops.compile_fsdp
+    lower_opaque_op(ops.unshard.default, unshard)
+    lower_opaque_op(ops.wait.default, mutate)
+    lower_opaque_op(ops.release.default, mutate)
