@@ -92,7 +92,8 @@ def _write_views(writer: GraphWriter, trees: Sequence[AliasTree], full: Node, pl
             info = writer.groups[group]
             shape = info.shapes[index]
             geometry = (list(shape), contiguous_strides(shape), info.offsets[index])
-            views[index] = writer.call(AS_STRIDED, full, *geometry, before=place)
+            name = info.fqns[index][0]
+            views[index] = writer.call(AS_STRIDED, full, *geometry, before=place, name=name)
         tree.root.replace_all_uses_with(views[index])
 
 
