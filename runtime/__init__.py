@@ -1,1 +1,1 @@
-"""The runtime: flat distributed buffers, collectives and streams. Imported as compile_fsdp.runtime."""
+"""Flat distributed buffers, collectives and streams. Imported as compile_fsdp.runtime."""

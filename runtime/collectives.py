@@ -3,14 +3,15 @@
 Each starts on a `Lane` and returns at once. Two backends matter and the tensor's device tells
 them apart: NCCL for CUDA and gloo for CPU (or torch's fake backend, which takes either path).
 
-What gloo does badly was measured (torch 2.13, 2 and 4 ranks on two cores) and is avoided:
+What gloo does badly was measured (torch 2.13, 2 and 4 ranks on two cores, interleaved) and is
+avoided:
 
 - It has no AVG: sum, then multiply by 1/N.
 - Its reduce-scatter takes about twice as long as an all-to-all and a local sum for buffers of
-  4 MiB and more, and no less for small ones: the latter is used.
-- It fails on an all-gather of unequal parts. One broadcast for each rank, all in flight
-  together and straight into the output, beats an all-to-all, which would need a copy of the
-  input for each rank.
+  256 KiB to 16 MiB, and no less for small ones: the latter is used.
+- Its all-gather takes 1 to 4 times as long as one broadcast for each rank, all in flight together
+  and straight into the output, and fails on unequal parts: broadcasts are used, up to 8 ranks
+  for equal parts. (An uneven all-to-all would need a copy of the input for each rank.)
 """
 
 from __future__ import annotations
@@ -27,8 +28,19 @@ from compile_fsdp.runtime.streams import Lane, Waitable
 __all__ = ["CollectiveRecord", "all_gather", "all_reduce", "recorded", "reduce_scatter"]
 
 # torch 2.13 deprecated the first of each pair of public names in favour of the second.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather_single: Callable[..., Waitable | None] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+_reduce_scatter_single: Callable[..., Waitable | None] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+# torch.distributed's functions are not annotated as returning a work.
+_all_gather: Callable[..., Waitable | None] = dist.all_gather
+_reduce_scatter: Callable[..., Waitable | None] = dist.reduce_scatter
+_all_to_all_single: Callable[..., Waitable | None] = dist.all_to_all_single
+
+# The number of broadcasts in flight for one gather of equal parts on gloo.
+_MOST_BROADCASTS = 8
 
 
 @dataclass(frozen=True)
@@ -96,11 +108,14 @@ def all_gather(
     _record("all_gather", output, group, label)
     parts = list(output.split(list(sizes)))
 
+    on_cuda = output.device.type == "cuda"
+    even = len(set(sizes)) == 1
+
     def start() -> Waitable | None:
-        if len(set(sizes)) == 1:
+        if even and (on_cuda or group.size() > _MOST_BROADCASTS):
             return _all_gather_single(output, input, group=group, async_op=True)
-        if output.device.type == "cuda":
-            return dist.all_gather(parts, input, group=group, async_op=True)
+        if on_cuda:
+            return _all_gather(parts, input, group=group, async_op=True)
         return _broadcast_each(parts, input, group)
 
     lane.collective(start, depends=depends)
@@ -149,7 +164,7 @@ def reduce_scatter(
     def start() -> Waitable | None:
         if len(set(sizes)) == 1:
             return _reduce_scatter_single(output, input, op=op, group=group, async_op=True)
-        return dist.reduce_scatter(output, parts, op=op, group=group, async_op=True)
+        return _reduce_scatter(output, parts, op=op, group=group, async_op=True)
 
     lane.collective(start, depends=depends)
 
@@ -220,7 +235,7 @@ def _reduce_scatter_by_all_to_all(
     received = torch.empty(ranks * output.numel(), dtype=input.dtype, device=input.device)
 
     def start() -> Waitable | None:
-        return dist.all_to_all_single(
+        return _all_to_all_single(
             received, input, [output.numel()] * ranks, list(sizes), group=group, async_op=True
         )
 

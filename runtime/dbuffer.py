@@ -21,19 +21,21 @@ from collections.abc import Sequence
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor import DTensor, Placement
 
-from compile_fsdp.runtime import collectives
-from compile_fsdp.runtime.dtensor import make_dtensor, segment_number
+from compile_fsdp.runtime.dtensor import make_dtensor
 from compile_fsdp.runtime.layout import GlobalLayout, make_layout
 from compile_fsdp.runtime.placement import (
     Flat,
+    ShardAxes,
     ShardLayout,
+    axis_names,
     check_placements,
     is_sharded,
     strictest_shard,
 )
-from compile_fsdp.runtime.streams import Lane, make_lane
+from compile_fsdp.runtime.redistribute import redistribute
+from compile_fsdp.runtime.streams import Lane
 
 __all__ = ["DBuffer"]
 
@@ -57,6 +59,7 @@ class DBuffer:
         local: 1-D storage for this rank's part; by default new, uninitialised memory.
 
     Attributes:
+        shard_axes: The mesh axes that cut the buffer, and this rank's place on them.
         segment: ``(start, stop)`` of ``local`` in the global flat buffer, in elements.
 
     Raises:
@@ -80,18 +83,17 @@ class DBuffer:
         self.placements: tuple[Placement, ...] = tuple(placements)
         self.tensor_shapes = tuple(tuple(shape) for shape in tensor_shapes)
         self.dtype = dtype
-        axes = mesh.mesh_dim_names or tuple(range(mesh.ndim))
-        check_placements("buffer", self.placements, axes)
-        self._shard_axes = [axis for axis, each in enumerate(self.placements) if is_sharded(each)]
+        check_placements("buffer", self.placements, axis_names(mesh))
+        self.shard_axes = ShardAxes.of(mesh, self.placements)
         self.layout = layout or make_layout(
             self.tensor_shapes,
-            self._num_shards,
+            self.shard_axes.num_shards,
             shard=strictest_shard(self.placements),
             shard_layout=shard_layout,
             alignment=alignment,
         )
         self._check_layout()
-        self.segment = self.layout.segment(self._shard_number, self._num_shards)
+        self.segment = self._segment_on(self.shard_axes)
         self.device = _device(mesh, device, local)
         self.local = self._new_local() if local is None else self._checked(local)
 
@@ -162,10 +164,14 @@ class DBuffer:
         with torch.inference_mode(False), torch.no_grad():
             for index, tensor in enumerate(tensors):
                 if not tensor.is_meta:
-                    first, last = buffer._elements(index)
-                    full = tensor.detach().reshape(-1)
-                    buffer._local_elements(index).copy_(full[first:last])
+                    buffer._local_elements(index).copy_(buffer.part_of(index, tensor).reshape(-1))
         return buffer
+
+    def part_of(self, index: int, full: torch.Tensor) -> torch.Tensor:
+        """What this rank holds of ``full``, a full value of tensor ``index``; 1-D, no copy where
+        ``full`` is contiguous."""
+        first, last = self._elements(index)
+        return full.detach().reshape(-1)[first:last]
 
     def cast(self, dtype: torch.dtype) -> DBuffer:
         """A copy in ``dtype``; this very buffer when it has that dtype already."""
@@ -173,7 +179,7 @@ class DBuffer:
             return self
         with torch.inference_mode(False), torch.no_grad():
             local = self.local.to(dtype)
-        return self._like(self.placements, local)
+        return self.like(self.placements, local)
 
     def view(self, placements: Sequence[Placement]) -> DBuffer:
         """The part of this buffer that ``placements`` give this rank, aliasing its storage.
@@ -184,17 +190,18 @@ class DBuffer:
         Raises:
             ValueError: ``placements`` need data that this rank does not hold.
         """
-        result = self._like(placements, local=None, allocate=False)
-        for axis, (old, new) in enumerate(zip(self.placements, result.placements, strict=True)):
+        axes = axis_names(self.mesh)
+        check_placements("buffer", placements, axes)
+        for axis, old, new in zip(axes, self.placements, placements, strict=True):
             if old != new and not is_sharded(new):
                 raise ValueError(
-                    f"view of axis {self._axis_name(axis)} as {new}: it is {old}, and a view "
-                    "only narrows (to the same or a sharded placement); use redistribute()"
+                    f"view of axis {axis!r} as {new}: it is {old}, and a view only narrows, to the "
+                    "same or a sharded placement; use redistribute()"
                 )
-        start = result.segment[0] - self.segment[0]
+        start, stop = self._segment_on(ShardAxes.of(self.mesh, placements))
         with torch.inference_mode(False), torch.no_grad():
-            local = self.local[start : start + result.segment[1] - result.segment[0]]
-        return self._like(placements, local)
+            local = self.local[start - self.segment[0] : stop - self.segment[0]]
+        return self.like(placements, local)
 
     def redistribute(
         self,
@@ -224,28 +231,7 @@ class DBuffer:
             ValueError: More than one axis changes; the change is not one of the above; ``out``
                 differs in mesh, placements, layout, dtype or device.
         """
-        new_placements = tuple(new_placements)
-        check_placements("buffer", new_placements, range(self.mesh.ndim))
-        changed = [
-            axis
-            for axis, (old, new) in enumerate(zip(self.placements, new_placements, strict=True))
-            if old != new
-        ]
-        if len(changed) > 1:
-            names = [self._axis_name(axis) for axis in changed]
-            raise ValueError(
-                f"redistribute {self.placements} to {new_placements}: one axis changes per call, "
-                f"found {names}; call redistribute() once for each"
-            )
-        if out is not None:
-            self._check_out(out, new_placements)
-        own_lane = make_lane(self.device, "redistribute") if lane is None else lane
-        if lane is None:
-            own_lane.wait_current()
-        result = self._move(changed, new_placements, out, own_lane, depends, label)
-        if lane is None:
-            own_lane.synchronize()
-        return result
+        return redistribute(self, tuple(new_placements), out, lane, depends=depends, label=label)
 
     def get_local_tensor(self, index: int) -> torch.Tensor:
         """This rank's rows of tensor ``index``, aliasing ``local``.
@@ -259,7 +245,7 @@ class DBuffer:
             return piece if piece.numel() != math.prod(shape) else piece.view(shape)
         if not shape:
             return piece.view(()) if piece.numel() else piece
-        _, rows = self.layout.rows(index, self._shard_number, self._num_shards)
+        rows = self._rows(index)[self.shard_axes.segment]
         return piece.view(rows, *shape[1:])
 
     def get_dtensor(self, index: int) -> DTensor:
@@ -270,13 +256,31 @@ class DBuffer:
         Raises:
             ValueError: The layout cuts rows (``Flat``) and the buffer is sharded.
         """
-        rows = [
-            self.layout.rows(index, rank, self._num_shards)[1] for rank in range(self._num_shards)
-        ]
         with torch.inference_mode(False), torch.no_grad():
-            local = self.get_local_tensor(index)
-            shape = self.tensor_shapes[index]
-            return make_dtensor(local, self.mesh, self.placements, shape, rows)
+            return self._as_dtensor(index, self.get_local_tensor(index))
+
+    def shard_tensor(self, index: int, full: torch.Tensor) -> DTensor:
+        """``full``, a full value of tensor ``index``, as a DTensor distributed like this buffer.
+
+        In this buffer's dtype and on its device, in new memory. No communication: every rank
+        passes the same value.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            part = self.part_of(index, full).to(self.device, self.dtype, copy=True)
+            return self._as_dtensor(index, part.view(self.get_local_tensor(index).shape))
+
+    def _as_dtensor(self, index: int, local: torch.Tensor) -> DTensor:
+        shape = self.tensor_shapes[index]
+        if not self.shard_axes.axes:
+            return make_dtensor(local, self.mesh, self.placements, shape)
+        if not shape:
+            raise ValueError(
+                f"tensor {index} is 0-D: DTensor cannot shard it, having no dim 0. Give 0-D "
+                "tensors a buffer whose placements shard nothing"
+            )
+        return make_dtensor(
+            local, self.mesh, self.placements, shape, self._rows(index), self.shard_axes
+        )
 
     @property
     def has_storage(self) -> bool:
@@ -307,17 +311,16 @@ class DBuffer:
 
     # Segments.
 
-    @property
-    def _num_shards(self) -> int:
-        return math.prod(self.mesh.size(axis) for axis in self._shard_axes)
+    def _segment_on(self, axes: ShardAxes) -> tuple[int, int]:
+        return self.layout.segment(axes.segment, axes.num_shards)
 
-    @property
-    def _shard_number(self) -> int:
-        coordinate = [self.mesh.get_local_rank(axis) for axis in self._shard_axes]
-        return segment_number(coordinate, [self.mesh.size(axis) for axis in self._shard_axes])
+    def _rows(self, index: int) -> tuple[int, ...]:
+        """Rows of tensor ``index`` in each segment."""
+        shards = self.shard_axes.num_shards
+        return tuple(self.layout.rows(index, rank, shards)[1] for rank in range(shards))
 
     def _elements(self, index: int) -> tuple[int, int]:
-        return self.layout.elements(index, self._shard_number, self._num_shards)
+        return self.layout.elements(index, self.shard_axes.segment, self.shard_axes.num_shards)
 
     def _local_elements(self, index: int) -> torch.Tensor:
         first, last = self._elements(index)
@@ -329,122 +332,18 @@ class DBuffer:
     def _is_flat(self) -> bool:
         return isinstance(strictest_shard(self.placements), Flat)
 
-    # Moving data.
+    def like(self, placements: Sequence[Placement], local: torch.Tensor | None = None) -> DBuffer:
+        """A buffer with this one's mesh, shapes, layout and device.
 
-    def _move(
-        self,
-        changed: list[int],
-        placements: tuple[Placement, ...],
-        out: DBuffer | None,
-        lane: Lane,
-        depends: bool,
-        label: str,
-    ) -> DBuffer:
-        if not changed:
-            return self if out is None else self._copy_to(out, self.local, lane)
-        axis = changed[0]
-        old, new = self.placements[axis], placements[axis]
-        if isinstance(old, Replicate):
-            return self._relabel(axis, placements, out, lane)
-        if isinstance(old, Partial) and isinstance(new, Replicate):
-            result = self._destination(placements, out, lane)
-            self._copy_to(result, self.local, lane)
-            collectives.all_reduce(
-                lane,
-                result.local,
-                self.mesh.get_group(axis),
-                average=True,
-                depends=depends,
-                label=label,
-            )
-            return result
-        if isinstance(old, Partial) and is_sharded(new):
-            result = self._destination(placements, out, lane)
-            collectives.reduce_scatter(
-                lane,
-                result.local,
-                self.local,
-                self.mesh.get_group(axis),
-                self._sizes_on(axis, result),
-                average=True,
-                depends=depends,
-                label=label,
-            )
-            return result
-        if is_sharded(old) and isinstance(new, Replicate):
-            result = self._destination(placements, out, lane)
-            collectives.all_gather(
-                lane,
-                result.local,
-                self.local,
-                self.mesh.get_group(axis),
-                result._sizes_on(axis, self),
-                depends=depends,
-                label=label,
-            )
-            return result
-        raise ValueError(
-            f"redistribute axis {self._axis_name(axis)} from {old} to {new}: not possible; "
-            "redistribute to Replicate() first"
+        Over ``local``, or else of this one's dtype over new, uninitialised memory.
+        """
+        dtype = self.dtype if local is None else local.dtype
+        shapes, device = self.tensor_shapes, self.device
+        return DBuffer(
+            self.mesh, placements, shapes, dtype, device, layout=self.layout, local=local
         )
-
-    def _relabel(
-        self, axis: int, placements: tuple[Placement, ...], out: DBuffer | None, lane: Lane
-    ) -> DBuffer:
-        """Replicate -> shard or Partial: what this rank holds already."""
-        if is_sharded(placements[axis]):
-            result = self.view(placements)
-        else:
-            result = self._like(placements, self.local)
-        return result if out is None else self._copy_to(out, result.local, lane)
-
-    def _sizes_on(self, axis: int, sharded: DBuffer) -> list[int]:
-        """Elements of this buffer's part that each rank of ``axis`` holds under ``sharded``."""
-        coordinate = [self.mesh.get_local_rank(each) for each in sharded._shard_axes]
-        sizes = [self.mesh.size(each) for each in sharded._shard_axes]
-        elements = []
-        for rank in range(self.mesh.size(axis)):
-            coordinate[sharded._shard_axes.index(axis)] = rank
-            start, stop = self.layout.segment(
-                segment_number(coordinate, sizes), sharded._num_shards
-            )
-            elements.append(stop - start)
-        return elements
-
-    def _destination(
-        self, placements: tuple[Placement, ...], out: DBuffer | None, lane: Lane
-    ) -> DBuffer:
-        if out is not None:
-            return out
-        with lane.allocating():
-            return self._like(placements, local=None)
-
-    def _copy_to(self, out: DBuffer, source: torch.Tensor, lane: Lane) -> DBuffer:
-        def copy() -> None:
-            with torch.inference_mode(False), torch.no_grad():
-                out.local.copy_(source)
-
-        if out.local.data_ptr() != source.data_ptr():
-            lane.then(copy)
-        return out
 
     # Construction and checks.
-
-    def _like(
-        self, placements: Sequence[Placement], local: torch.Tensor | None, allocate: bool = True
-    ) -> DBuffer:
-        """A buffer with this one's mesh, shapes and layout."""
-        dtype = self.dtype if local is None else local.dtype
-        device: torch.device | str = self.device if allocate else "meta"
-        return DBuffer(
-            self.mesh,
-            placements,
-            self.tensor_shapes,
-            dtype,
-            device if local is None else None,
-            layout=self.layout,
-            local=local,
-        )
 
     def _new_local(self) -> torch.Tensor:
         # A buffer made under inference mode could never be written by training.
@@ -468,28 +367,18 @@ class DBuffer:
             raise ValueError(
                 f"layout: expected shapes {self.tensor_shapes}, found {self.layout.tensor_shapes}"
             )
-        if self.layout.num_shards % self._num_shards:
+        shards = self.shard_axes.num_shards
+        if self.layout.num_shards % shards:
             raise ValueError(
-                f"layout: placements {self.placements} cut the buffer into {self._num_shards}, "
-                f"which does not divide the layout's {self.layout.num_shards} segments; make the "
+                f"layout: placements {self.placements} cut the buffer into {shards}, which "
+                f" does not divide the layout's {self.layout.num_shards} segments; make the "
                 "layout for all axes that any buffer of the group shards"
             )
-
-    def _check_out(self, out: DBuffer, placements: tuple[Placement, ...]) -> None:
-        for what, expected, found in (
-            ("mesh", self.mesh, out.mesh),
-            ("placements", placements, out.placements),
-            ("layout", self.layout, out.layout),
-            ("dtype", self.dtype, out.dtype),
-            ("device", self.device, out.device),
-        ):
-            if expected != found:
-                raise ValueError(f"out: expected {what} {expected}, found {found}")
 
     @property
     def _storage_bytes(self) -> int:
         stop = self.local.storage_offset() + self.local.numel()
-        return stop * self.local.element_size() if self.local.numel() else 0
+        return int(stop) * self.local.element_size() if self.local.numel() else 0
 
     def _check_owns_storage(self, what: str) -> None:
         own = self._storage_bytes
@@ -499,10 +388,6 @@ class DBuffer:
                 f"{what} that one"
             )
 
-    def _axis_name(self, axis: int) -> str:
-        names = self.mesh.mesh_dim_names
-        return f"{names[axis]!r}" if names else str(axis)
-
 
 def _device(
     mesh: DeviceMesh, device: torch.device | str | None, local: torch.Tensor | None
@@ -511,6 +396,6 @@ def _device(
         return local.device
     device = torch.device(mesh.device_type if device is None else device)
     # "cuda" means the current device: buffers are compared by device.
-    if device.type == "cuda" and device.index is None:
+    if device == torch.device("cuda"):
         return torch.device("cuda", torch.cuda.current_device())
     return device

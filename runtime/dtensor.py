@@ -22,24 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from compile_fsdp.runtime.collectives import all_gather, reduce_scatter
+from compile_fsdp.runtime.placement import ShardAxes, segment_number
 from compile_fsdp.runtime.streams import make_lane
 
 __all__ = ["RowShard", "make_dtensor", "segment_number"]
-
-
-def segment_number(coordinate: Sequence[int], sizes: Sequence[int]) -> int:
-    """Number of a rank's segment, given its coordinate on the shard axes, outermost first.
-
-    The innermost axis is the most significant digit, so that the pieces of one inner rank are
-    adjacent and gathering them over the outer axes yields one contiguous piece:
-
-        segment        0      1      2      3        sizes (outer 2, inner 2)
-        (outer, inner) (0,0)  (1,0)  (0,1)  (1,1)
-    """
-    number = 0
-    for index, size in zip(reversed(coordinate), reversed(sizes), strict=True):
-        number = number * size + index
-    return number
 
 
 class RowShard(Shard):
@@ -53,26 +39,18 @@ class RowShard(Shard):
 
     Attributes:
         rows: Number of rows of each segment.
-        sizes: Sizes of the shard axes, outermost first.
-        coordinate: This rank's coordinate on those axes.
+        axes: The mesh's shard axes and this rank's place on them.
         position: Which of those axes this placement is for.
     """
 
-    def __init__(
-        self,
-        rows: tuple[int, ...],
-        sizes: tuple[int, ...],
-        coordinate: tuple[int, ...],
-        position: int,
-    ) -> None:
+    def __init__(self, rows: tuple[int, ...], axes: ShardAxes, position: int) -> None:
         super().__init__(0)
         self.rows = rows
-        self.sizes = sizes
-        self.coordinate = coordinate
+        self.axes = axes
         self.position = position
 
-    def _key(self) -> tuple[object, ...]:
-        return (self.rows, self.sizes, self.coordinate, self.position)
+    def _key(self) -> tuple[tuple[int, ...], ShardAxes, int]:
+        return (self.rows, self.axes, self.position)
 
     def __hash__(self) -> int:
         return hash((RowShard, self._key()))
@@ -84,7 +62,7 @@ class RowShard(Shard):
 
     def __reduce__(self) -> tuple[object, ...]:
         # Shard's own pickling forgets the attributes of subclasses.
-        return (RowShard, (self.rows, self.sizes, self.coordinate, self.position))
+        return (RowShard, self._key())
 
     @property
     def _is_last(self) -> bool:
@@ -93,22 +71,36 @@ class RowShard(Shard):
         DTensor takes the axes one by one and skips those of one rank. Only all axes together
         tell which rows are meant, so the last one does the work of all.
         """
-        active = [number for number, size in enumerate(self.sizes) if size > 1]
+        active = [number for number, size in enumerate(self.axes.sizes) if size > 1]
         return self.position == (active[-1] if active else 0)
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Ranks on each shard axis, outermost first."""
+        return self.axes.sizes
+
+    @property
+    def coordinate(self) -> tuple[int, ...]:
+        """This rank's index on each shard axis."""
+        return self.axes.coordinate
+
+    @property
+    def _ranks(self) -> int:
+        """Ranks on this axis."""
+        return self.axes.sizes[self.position]
+
     def _first_row_and_rows(self, index: int) -> tuple[int, int]:
-        coordinate = list(self.coordinate)
-        coordinate[self.position] = index
-        segment = segment_number(coordinate, self.sizes)
+        """Of the rank ``index`` on this axis, other axes as this rank."""
+        segment = self.axes.segments_along(self.axes.axes[self.position])[index]
         return sum(self.rows[:segment]), self.rows[segment]
 
     # DTensor's hooks. "Plain" below is what DTensor believes the outer axes hold.
 
     def _local_shard_size_and_offset(
-        self, curr_local_size: int, num_chunks: int, rank: int
-    ) -> tuple[int, int]:
+        self, curr_local_size: int, num_chunks: int, rank: int | torch.SymInt
+    ) -> tuple[int, int | torch.SymInt]:
         """``(rows, first row)`` on ``rank`` of this axis; checkpoints rely on it."""
-        if not self._is_last or num_chunks != self.sizes[self.position]:
+        if not self._is_last or num_chunks != self._ranks:
             return curr_local_size, 0
         first, rows = self._first_row_and_rows(int(rank))
         return rows, first
@@ -118,26 +110,32 @@ class RowShard(Shard):
         local_tensor: torch.Tensor,
         mesh: DeviceMesh,
         mesh_dim: int,
-        current_logical_shape: Sequence[int],
+        current_logical_shape: Sequence[int | torch.SymInt],
     ) -> torch.Tensor:
         """Shard -> Replicate on one axis.
 
         The last axis gathers over all of them and keeps what a plain ``Shard(0)`` on the outer
         axes holds; those then go on as plain ones.
         """
-        if mesh.size(mesh_dim) == math.prod(self.sizes):
+        if mesh.size(mesh_dim) == self.axes.num_shards:
             # One axis, or several that DTensor flattened into one (last axis fastest).
             return self._gather(local_tensor, mesh, [mesh_dim])
         if not self._is_last:
             return super()._to_replicate_tensor(local_tensor, mesh, mesh_dim, current_logical_shape)
         first_axis = mesh_dim - self.position
         full = self._gather(local_tensor, mesh, list(range(first_axis, mesh_dim + 1)))
-        for size, index in zip(self.sizes, self.coordinate[: self.position], strict=False):
+        for size, index in zip(
+            self.axes.sizes, self.axes.coordinate[: self.position], strict=False
+        ):
             full = full.narrow(0, *_chunk(full.shape[0], size, index))
         return full.contiguous()
 
     def _replicate_to_shard(
-        self, local_tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, shard_index: int
+        self,
+        local_tensor: torch.Tensor,
+        mesh: DeviceMesh,
+        mesh_dim: int,
+        shard_index: int | torch.SymInt,
     ) -> torch.Tensor:
         """Replicate -> shard: the outer axes keep everything, the last one takes its rows."""
         if not self._is_last:
@@ -153,10 +151,10 @@ class RowShard(Shard):
         self, tensor: torch.Tensor, mesh: DeviceMesh, reduce_op: str, mesh_dim: int
     ) -> torch.Tensor:
         """Partial -> shard on one axis."""
-        if mesh.size(mesh_dim) != math.prod(self.sizes) or reduce_op not in ("sum", "avg"):
+        if mesh.size(mesh_dim) != self.axes.num_shards or reduce_op not in ("sum", "avg"):
             raise NotImplementedError(
-                f"Partial({reduce_op!r}) to a shard over {len(self.sizes)} axes that is cut by "
-                "rows of a DBuffer; redistribute to Replicate() first"
+                f"Partial({reduce_op!r}) to Shard(0) over {len(self.axes.axes)} axes of a DBuffer: "
+                "not implemented; redistribute to Replicate() first"
             )
         index = mesh.get_local_rank(mesh_dim)
         _, own_rows = self._first_row_and_rows(index)
@@ -180,7 +178,7 @@ class RowShard(Shard):
         local_tensor: torch.Tensor,
         mesh: DeviceMesh,
         mesh_dim: int,
-        current_logical_shape: Sequence[int],
+        current_logical_shape: Sequence[int | torch.SymInt],
         new_shard_dim: int,
     ) -> torch.Tensor:
         """Shard(0) -> Shard(n): by way of Replicate."""
@@ -191,46 +189,40 @@ class RowShard(Shard):
         return full.narrow(new_shard_dim, *chunk).contiguous()
 
     def _rows_by_index(self) -> list[int]:
-        """Rows of each rank of this axis, when no other axis has more than one rank."""
-        return [self._first_row_and_rows(index)[1] for index in range(self.sizes[self.position])]
+        """Rows of each rank of this axis, other axes as this rank."""
+        return [self._first_row_and_rows(index)[1] for index in range(self._ranks)]
 
     def _gather(
-        self, local_tensor: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]
+        self, local_tensor: torch.Tensor, mesh: DeviceMesh, mesh_axes: Sequence[int]
     ) -> torch.Tensor:
-        """The full tensor, gathered over mesh ``axes`` that together are the shard axes.
+        """The full tensor, gathered over ``mesh_axes``, which together are the shard axes.
 
-        Innermost axis first, so that pieces arrive with the last axis fastest.
+        Innermost axis first. What one rank holds after each step are the pieces of the ranks that
+        share its coordinate on the axes still to do, in the order of their coordinates:
+
+            sizes (outer 2, inner 2), rank (1, 0)   |1,0|  ->  |1,0|1,1|  ->  |0,0|0,1|1,0|1,1|
         """
         row_shape = local_tensor.shape[1:]
         width = math.prod(row_shape)
-        flat = local_tensor.contiguous().view(-1)
-        coordinates = list(itertools.product(*(range(size) for size in self.sizes)))
-        rows = [self.rows[segment_number(each, self.sizes)] for each in coordinates]
+        coordinates = list(itertools.product(*(range(size) for size in self.axes.sizes)))
+        segments = [self.axes.number_of(coordinate) for coordinate in coordinates]
+        numels = [self.rows[segment] * width for segment in segments]
         lane = make_lane(local_tensor.device, "dtensor")
-        inner_ranks = 1
-        for number, axis in reversed(list(enumerate(axes))):
-            ranks = mesh.size(axis)
-            pieces = inner_ranks * ranks
-            # Pieces are numbered with the last axis fastest; these are those of the ranks that
-            # share this rank's coordinate on the axes outside of this one.
-            first = pieces * segment_number(
-                self.coordinate[:number][::-1], self.sizes[:number][::-1]
-            )
-            sizes = [
-                sum(rows[first + i * inner_ranks : first + (i + 1) * inner_ranks]) * width
-                for i in range(ranks)
-            ]
-            output = flat.new_empty(sum(sizes))
-            all_gather(
-                lane, output, flat, mesh.get_group(axis), sizes, depends=True, label="dtensor"
-            )
-            flat, inner_ranks = output, pieces
+        held, pieces = local_tensor.contiguous().view(-1), 1
+        for done, axis in enumerate(reversed(mesh_axes), start=1):
+            ranks, prefix = mesh.size(axis), self.axes.coordinate[: len(mesh_axes) - done]
+            first = next(i for i, c in enumerate(coordinates) if c[: len(prefix)] == prefix)
+            bounds = range(first, first + ranks * pieces, pieces)
+            sizes = [sum(numels[start : start + pieces]) for start in bounds]
+            full = held.new_empty(sum(sizes))
+            group = mesh.get_group(axis)
+            all_gather(lane, full, held, group, sizes, depends=True, label="dtensor")
+            held, pieces = full, pieces * ranks
         lane.synchronize()
-        parts = flat.split([count * width for count in rows])
-        by_segment = sorted(
-            range(len(parts)), key=lambda i: segment_number(coordinates[i], self.sizes)
+        parts = dict(zip(segments, torch.split(held, numels), strict=True))
+        return torch.cat([parts[segment] for segment in sorted(parts)]).view(
+            sum(self.rows), *row_shape
         )
-        return torch.cat([parts[i] for i in by_segment]).view(sum(self.rows), *row_shape)
 
 
 def make_dtensor(
@@ -238,27 +230,28 @@ def make_dtensor(
     mesh: DeviceMesh,
     placements: Sequence[Placement],
     shape: Sequence[int],
-    rows: Sequence[int],
+    rows: tuple[int, ...] = (),
+    axes: ShardAxes | None = None,
 ) -> DTensor:
     """A DTensor over this rank's rows of one tensor of a flat buffer. No communication.
 
     Args:
         local: This rank's rows, shape ``(n_rows, *shape[1:])``; aliased, not copied.
         mesh: The mesh of ``placements``.
-        placements: One for each mesh axis; shard axes are a suffix.
+        placements: One for each mesh axis.
         shape: The tensor's full shape.
-        rows: Rows of each segment of the shard axes.
+        rows: Rows of each segment, when something is sharded.
+        axes: The shard axes of ``placements``, when there are any.
     """
-    axes = [axis for axis, placement in enumerate(placements) if isinstance(placement, Shard)]
-    sizes = tuple(mesh.size(axis) for axis in axes)
-    coordinate = tuple(mesh.get_local_rank(axis) for axis in axes)
     exact: list[Placement] = list(placements)
-    for position, axis in enumerate(axes):
-        exact[axis] = RowShard(tuple(rows), sizes, coordinate, position)
-    stride = torch.empty(tuple(shape), device="meta").stride()
-    return DTensor.from_local(
-        local, mesh, exact, run_check=False, shape=torch.Size(shape), stride=stride
+    if axes is not None:
+        for position, axis in enumerate(axes.axes):
+            exact[axis] = RowShard(rows, axes, position)
+    size = torch.Size(shape)
+    stride = tuple(
+        math.prod(max(length, 1) for length in size[dim + 1 :]) for dim in range(len(size))
     )
+    return DTensor.from_local(local, mesh, exact, run_check=False, shape=size, stride=stride)
 
 
 def _chunk(length: int, ranks: int, index: int) -> tuple[int, int]:

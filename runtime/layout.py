@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -33,6 +33,14 @@ __all__ = [
 ]
 
 Shape = tuple[int, ...]
+
+# When the chunk rule's padding is worth a search: as a share of the payload, and in elements a
+# rank, below which padding costs nothing that anyone could measure.
+_MAX_WASTE = 0.03
+_SMALL_WASTE = 256
+# The search tries segment sizes in steps of 1/256, up to 1/8 above each of its starting points.
+_STEPS_PER_SHARE = 256
+_STEPS = 32
 
 
 @dataclass(frozen=True)
@@ -166,9 +174,17 @@ def padded_layout(
         num_shards: Number of segments.
         block: Rows that are never split from one another; 0 allows any cut (``Flat``).
         alignment: Tensors and segments start at multiples of so many elements.
+
+    Tensors are placed by the chunk rule of the module's picture. Where that wastes more than 3 %
+    and more than 256 elements a rank (the chunk of rows 1009 and 1013 is a million elements), a
+    search over segment sizes replaces it if it finds a smaller buffer.
     """
     tensors = _tensors(shapes, num_shards, block, alignment)
-    return _chunked(tensors, num_shards, alignment)
+    layout = _chunked(tensors, num_shards, alignment)
+    payload = layout.size - layout.waste
+    if layout.waste > max(_MAX_WASTE * payload, _SMALL_WASTE * num_shards):
+        return _searched(tensors, num_shards, alignment, layout.size) or layout
+    return layout
 
 
 def packed_layout(
@@ -293,70 +309,159 @@ def _nearest_cut(
 def _chunked(tensors: Sequence[_Tensor], num_shards: int, alignment: int) -> GlobalLayout:
     """The chunk rule; see the module's picture."""
     chunk = math.lcm(alignment, *(tensor.unit for tensor in tensors))
-    placer = _Placer(chunk, alignment, len(tensors))
-    placer.place_large([tensor for tensor in tensors if tensor.numel >= chunk])
-    small = [tensor for tensor in tensors if tensor.numel < chunk]
-    # Python's sort is stable: tensor order decides between equals.
-    placer.place_small(sorted(small, key=lambda tensor: -tensor.numel))
-    size = _round_up(placer.end, chunk * num_shards)
-    step = size // num_shards
-    starts = tuple(step * rank for rank in range(num_shards))
+
+    def first_legal(start: int, tensor: _Tensor) -> int:
+        return _round_up(start, math.lcm(tensor.unit, alignment))
+
+    placer = _Placer(len(tensors))
+    waiting = [tensor for tensor in tensors if tensor.numel >= chunk]
+    while waiting:
+        tensor = waiting.pop(0)
+        placer.put(tensor, _round_up(placer.end, chunk))
+        # A later tensor may start in the gap before the next chunk boundary, with what it has
+        # beyond whole chunks, if that is whole rows (a last block may be short): it ends on a
+        # boundary then, so boundaries inside of it are between rows.
+        gap_end = _round_up(placer.end, chunk)
+        for partner in waiting:
+            head = partner.numel % chunk
+            if 0 < head <= gap_end - placer.end and head % math.lcm(partner.unit, alignment) == 0:
+                waiting.remove(partner)
+                placer.put(partner, gap_end - head)
+                break
+    placer.fill([tensor for tensor in tensors if tensor.numel < chunk], first_legal)
+    return _equal_segments(tensors, placer, _round_up(placer.end, chunk * num_shards), num_shards)
+
+
+def _searched(
+    tensors: Sequence[_Tensor], num_shards: int, alignment: int, limit: int
+) -> GlobalLayout | None:
+    """The best layout of equal segments that the search finds below ``limit`` elements.
+
+    The chunk rule lets a cut fall anywhere in any tensor. But there are only ``num_shards - 1``
+    cuts. Given the segment size, a tensor that at most one cut meets can be shifted by less than
+    a row so that the cut falls between rows; only one that two cuts meet needs a segment size
+    which is a multiple of its row. So coprime rows cost a shift for each cut, not a common
+    multiple, as long as no two tensors with them are larger than two segments (then no layout of
+    equal segments does better than a multiple of both; use ``ShardLayout.PACKED``).
+    """
+    total = sum(tensor.numel for tensor in tensors)
+    for segment in _segment_candidates(tensors, num_shards, alignment):
+        if segment * num_shards >= limit:
+            return None
+        if segment * num_shards < total:
+            continue
+        placer = _Placer(len(tensors))
+
+        def first_legal(start: int, tensor: _Tensor, segment: int = segment) -> int | None:
+            return _first_legal_offset(start, tensor, segment, alignment)
+
+        if placer.fill(tensors, first_legal) and placer.end <= segment * num_shards:
+            return _equal_segments(tensors, placer, segment * num_shards, num_shards)
+    return None
+
+
+def _segment_candidates(
+    tensors: Sequence[_Tensor], num_shards: int, alignment: int
+) -> Sequence[int]:
+    """Segment sizes worth a try, ascending.
+
+    From an equal share upwards, and from each size at which one tensor fewer is met by two cuts
+    or has to be; rounded to what the larger tensors ask for.
+    """
+    share = -(-sum(tensor.numel for tensor in tensors) // num_shards)
+    bounds = {share}
+    for tensor in tensors:
+        bounds |= {bound for bound in (tensor.numel, -(-tensor.numel // 2)) if bound > share}
+    candidates = set()
+    for bound in bounds:
+        for must in (bound, 2 * bound):
+            multiple = math.lcm(alignment, *(t.unit for t in tensors if t.numel > must))
+            step = _round_up(max(1, bound // _STEPS_PER_SHARE), multiple)
+            first = _round_up(bound, multiple)
+            candidates |= {first + step * number for number in range(_STEPS)}
+    return sorted(candidates)
+
+
+def _first_legal_offset(start: int, tensor: _Tensor, segment: int, alignment: int) -> int | None:
+    """The first offset from ``start`` on at which cuts every ``segment`` meet whole units only.
+
+    None: there is none in the segment that holds ``start`` nor in the next.
+    """
+    start = _round_up(start, alignment)
+    next_cut = _round_up(start + 1, segment)
+    step = math.lcm(tensor.unit, alignment)
+    candidates = (
+        start,
+        # Whole steps before the next cut; at it; whole steps before the one after it.
+        next_cut - (next_cut - start) // step * step,
+        next_cut,
+        next_cut + segment % step,
+    )
+    for offset in candidates:
+        first_cut = _round_up(offset + 1, segment)
+        after_cut = offset + tensor.numel - first_cut
+        if after_cut <= 0:
+            return offset
+        if (first_cut - offset) % tensor.unit == 0 and (
+            after_cut <= segment or segment % tensor.unit == 0
+        ):
+            return offset
+    return None
+
+
+def _equal_segments(
+    tensors: Sequence[_Tensor], placer: _Placer, size: int, num_shards: int
+) -> GlobalLayout:
+    starts = tuple(size // num_shards * rank for rank in range(num_shards))
     return GlobalLayout(_shapes(tensors), tuple(placer.offsets), size, starts)
 
 
 class _Placer:
-    """Places tensors of a padded layout and keeps the gaps between them.
+    """Puts tensors at offsets and remembers the gaps between them.
 
-    | large, 20        | gap, 4 | large, 12 | tail ...       chunk 12
+    | a tensor         | gap | a tensor     | gap | a tensor | end
     """
 
-    def __init__(self, chunk: int, alignment: int, count: int) -> None:
+    def __init__(self, count: int) -> None:
         self.offsets = [0] * count
         self.end = 0
-        self._chunk = chunk
-        self._alignment = alignment
         self._gaps: list[tuple[int, int]] = []
 
-    def place_large(self, tensors: Sequence[_Tensor]) -> None:
-        """In order on chunk boundaries; a gap may take the head of a later tensor."""
-        waiting = list(tensors)
-        while waiting:
-            tensor = waiting.pop(0)
-            self._put(tensor, _round_up(self.end, self._chunk))
-            gap_end = _round_up(self.end, self._chunk)
-            partner = next((t for t in waiting if self._starts_in_gap(t, gap_end)), None)
-            if partner is not None:
-                waiting.remove(partner)
-                self._put(partner, gap_end - partner.numel % self._chunk)
-
-    def place_small(self, tensors: Sequence[_Tensor]) -> None:
-        """Each into the first gap that has room, or after the last tensor."""
-        for tensor in tensors:
-            for number, (start, stop) in enumerate(self._gaps):
-                offset = self._aligned(start, tensor)
-                if offset + tensor.numel <= stop:
-                    self.offsets[tensor.index] = offset
-                    pieces = [(start, offset), (offset + tensor.numel, stop)]
-                    self._gaps[number : number + 1] = [gap for gap in pieces if gap[0] < gap[1]]
-                    break
-            else:
-                self._put(tensor, self._aligned(self.end, tensor))
-
-    def _put(self, tensor: _Tensor, offset: int) -> None:
+    def put(self, tensor: _Tensor, offset: int) -> None:
+        """Place a tensor at or after the end."""
         if offset > self.end:
             self._gaps.append((self.end, offset))
         self.offsets[tensor.index] = offset
         self.end = offset + tensor.numel
 
-    def _starts_in_gap(self, tensor: _Tensor, gap_end: int) -> bool:
-        """Whether the part of ``tensor`` beyond whole chunks fits before ``gap_end``.
+    def fill(
+        self, tensors: Sequence[_Tensor], first_legal: Callable[[int, _Tensor], int | None]
+    ) -> bool:
+        """Each tensor, largest first, into the first gap with room for it, or at the end.
 
-        It then starts so that it ends on a chunk boundary, which leaves every chunk boundary
-        inside it between rows, if that part is whole rows (a last block may be short).
+        Args:
+            first_legal: The first legal offset from a given one on, None if there is none.
+
+        Returns:
+            Whether there was a legal place for every tensor.
         """
-        head = tensor.numel % self._chunk
-        fits = 0 < head <= gap_end - self.end
-        return fits and head % math.lcm(tensor.unit, self._alignment) == 0
+        # Python's sort is stable: tensor order decides between equals.
+        for tensor in sorted(tensors, key=lambda tensor: -tensor.numel):
+            if not self._put_in_gap(tensor, first_legal):
+                offset = first_legal(self.end, tensor)
+                if offset is None:
+                    return False
+                self.put(tensor, offset)
+        return True
 
-    def _aligned(self, offset: int, tensor: _Tensor) -> int:
-        return _round_up(offset, math.lcm(tensor.unit, self._alignment))
+    def _put_in_gap(
+        self, tensor: _Tensor, first_legal: Callable[[int, _Tensor], int | None]
+    ) -> bool:
+        for number, (start, stop) in enumerate(self._gaps):
+            offset = first_legal(start, tensor)
+            if offset is not None and offset + tensor.numel <= stop:
+                self.offsets[tensor.index] = offset
+                pieces = [(start, offset), (offset + tensor.numel, stop)]
+                self._gaps[number : number + 1] = [gap for gap in pieces if gap[0] < gap[1]]
+                return True
+        return False

@@ -24,11 +24,14 @@ __all__ = [
     "Flat",
     "Placements",
     "RowAtomic",
+    "ShardAxes",
     "ShardLayout",
     "TensorAtomic",
+    "axis_names",
     "check_placements",
     "is_average",
     "is_sharded",
+    "segment_number",
     "strictest_shard",
 ]
 
@@ -170,6 +173,71 @@ def _check_placement(what: str, placement: Placement, axis: object) -> None:
         )
 
 
+def segment_number(coordinate: Sequence[int], sizes: Sequence[int]) -> int:
+    """Number of the segment of the rank at ``coordinate`` on shard axes of ``sizes`` ranks.
+
+    Both list the outermost axis first. The innermost is the most significant digit, so the
+    segments of one inner rank are adjacent and undoing the outer axes yields one contiguous
+    piece:
+
+        segment           0      1      2      3        sizes (outer 2, inner 2)
+        (outer, inner)  (0,0)  (1,0)  (0,1)  (1,1)
+    """
+    number = 0
+    for index, size in zip(reversed(coordinate), reversed(sizes), strict=True):
+        number = number * size + index
+    return number
+
+
+@dataclass(frozen=True)
+class ShardAxes:
+    """The axes of a mesh that placements shard, and this rank's segment on them.
+
+    Attributes:
+        axes: Numbers of the mesh axes, outermost first.
+        sizes: Ranks on each of them.
+        coordinate: This rank's index on each of them.
+    """
+
+    axes: tuple[int, ...]
+    sizes: tuple[int, ...]
+    coordinate: tuple[int, ...]
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh, placements: Sequence[Placement]) -> ShardAxes:
+        """The shard axes of ``placements``, one of which there is for each axis of ``mesh``."""
+        axes = tuple(axis for axis, placement in enumerate(placements) if is_sharded(placement))
+        return cls(
+            axes,
+            tuple(int(mesh.size(axis)) for axis in axes),
+            tuple(int(mesh.get_local_rank(axis)) for axis in axes),
+        )
+
+    @property
+    def num_shards(self) -> int:
+        """Number of segments: the product of the sizes."""
+        return math.prod(self.sizes)
+
+    @property
+    def segment(self) -> int:
+        """This rank's segment number."""
+        return self.number_of(self.coordinate)
+
+    def number_of(self, coordinate: Sequence[int]) -> int:
+        """The segment number of the rank at ``coordinate``."""
+        return segment_number(coordinate, self.sizes)
+
+    def segments_along(self, axis: int) -> list[int]:
+        """Segment numbers of the ranks that differ from this one on mesh axis ``axis`` only."""
+        position = self.axes.index(axis)
+        coordinate = list(self.coordinate)
+        numbers = []
+        for index in range(self.sizes[position]):
+            coordinate[position] = index
+            numbers.append(self.number_of(coordinate))
+        return numbers
+
+
 @dataclass(frozen=True)
 class Placements:
     """What a parameter group shards over each data-parallel axis.
@@ -306,8 +374,7 @@ class Placements:
                 f"{mesh.ndim}-D {_describe(mesh)}; pass the data-parallel submesh, such as "
                 "mesh['dp'], or build Placements(dp_axes, ...) by hand"
             )
-        axes: tuple[str | int, ...] = tuple(mesh.mesh_dim_names or range(mesh.ndim))
-        return cls(axes, tuple(parameter), tuple(gradient), tuple(optimizer))
+        return cls(axis_names(mesh), tuple(parameter), tuple(gradient), tuple(optimizer))
 
 
 def _as_tuple(field: str, value: object) -> tuple[object, ...]:
@@ -332,7 +399,11 @@ def _axis_number(axis: str | int, mesh: DeviceMesh) -> int:
     return axis % mesh.ndim
 
 
+def axis_names(mesh: DeviceMesh) -> tuple[str | int, ...]:
+    """The names of a mesh's axes, or their numbers when they have none."""
+    return tuple(mesh.mesh_dim_names or range(mesh.ndim))
+
+
 def _describe(mesh: DeviceMesh) -> str:
-    names = mesh.mesh_dim_names or tuple(range(mesh.ndim))
     sizes = (mesh.size(axis) for axis in range(mesh.ndim))
-    return "(" + ", ".join(f"{n}={s}" for n, s in zip(names, sizes, strict=True)) + ")"
+    return "(" + ", ".join(f"{n}={s}" for n, s in zip(axis_names(mesh), sizes, strict=True)) + ")"

@@ -78,10 +78,11 @@ def fail_on(rank: int, how: str) -> None:
     [("raises", "KeyError: 'the reason'"), ("dies", "code 7"), ("hangs", "in fail_on")],
 )
 def test_a_failing_rank_is_named(how: str, expected: str) -> None:
+    run(2, rank_and_size, 0)  # the processes are up: the time limit is for the body alone
     start = time.monotonic()
     with pytest.raises(RankFailure, match=r"(?s)fail_on: rank . of 2 .*---- rank 1") as failure:
-        run(2, fail_on, 1, how, timeout=4.0)
+        run(2, fail_on, 1, how, timeout=4.0 if how == "hangs" else 60.0)
     assert expected in str(failure.value)
-    assert time.monotonic() - start < 30.0
+    assert time.monotonic() - start < 40.0
     # The world after a failed one is sound.
     assert len(run(2, rank_and_size, 0)) == 2
