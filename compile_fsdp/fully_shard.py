@@ -29,6 +29,7 @@ from .module import (
     ParameterSlot,
     class_cache,
 )
+from .torch_internals import without_compile_wrapper
 
 
 def fully_shard(
@@ -55,7 +56,8 @@ def fully_shard(
     order, with the same weights.
 
     Args:
-        module: the module to shard. Its parameters are on the mesh's device or on meta.
+        module: the module to shard. Its parameters are on the mesh's device or on meta. What
+            ``torch.compile(module)`` returned is taken for the module inside.
         mesh: the device mesh; ``placements.dp_axes`` name its data-parallel axes.
         placements: what is sharded over which axis. None: ZeRO-3 on a 1-D mesh, HSDP on a 2-D one.
         mixed_precision_policy: dtypes of main weights and gradients. None: fp32 main weights,
@@ -73,6 +75,7 @@ def fully_shard(
         NotImplementedError: a feature of the signature that is not available yet.
     """
     _check_types(module, mesh, placements, mixed_precision_policy)
+    module = without_compile_wrapper(module)
     _check_not_sharded(module)
     placements = placements if placements is not None else _default_placements(mesh)
     dp_mesh = _data_parallel_mesh(mesh, placements)

@@ -97,7 +97,7 @@ def train(
     run = Run()
     optimizer = make_optimizer(model)
     prepare(optimizer)
-    call = call or model
+    call = model if call is None else call  # torch.compile's wrapper has a len()
     for batch in batches:
         loss = loss_of(call(*(local_batch(batch) if distributed else batch)))
         loss.backward()
