@@ -292,7 +292,7 @@ def test_a_resumed_run_repeats_the_whole_one(
 ) -> None:
     out, whole, _ = compiled
     shutil.copytree(out / "step-000003", tmp_path / "half" / "step-000003")
-    resumed, printed = metrics(tmp_path / "half", "--inner", "aot_eager", "--resume")
+    resumed, printed = metrics(tmp_path / "half", "--eager", "--resume")
     assert "resumed from" in printed
     assert "will not repeat" not in printed
     assert resumed["losses"] == whole["losses"][3:]
