@@ -14,6 +14,7 @@ from torch.fx import Node
 
 from .steps import ReduceInner, ReduceOuter, WaitReductions
 from .targets import ADD, REDUCE_INNER, REDUCE_OUTER, WAIT_REDUCTIONS
+from .uses import graph_outputs
 from .writing import GraphWriter
 
 
@@ -55,11 +56,12 @@ def write_wait_reductions(writer: GraphWriter, step: WaitReductions) -> Node:
 
 def erase_gradient_sums(writer: GraphWriter) -> None:
     """Return None where a sum of gradients was returned, and remove the sums."""
-    output = writer.graph.output_node()
-    returned = list(output.args[0])  # type: ignore[arg-type]
+    if not writer.uses.sums:
+        return
+    returned = list(graph_outputs(writer.graph))
     for number in writer.uses.facts.gradient_outputs:
         returned[number] = None
-    output.args = (tuple(returned),)
+    writer.graph.output_node().args = (tuple(returned),)
     for node in reversed(writer.uses.sums):
         writer.graph.erase_node(node)
 
@@ -71,5 +73,6 @@ def _write_gradient(writer: GraphWriter, step: ReduceInner, index: int) -> Node:
     """
     total, *rest = writer.uses.gradients[step.group, index]
     for gradient in rest:
-        total = writer.call(ADD, total, gradient, before=writer.place(step))
+        place = writer.place(step)
+        total = writer.call(ADD, total, gradient, before=place, name=f"{total.name}_sum")
     return total

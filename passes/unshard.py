@@ -37,7 +37,8 @@ def clone_escaping_views(graph: Graph) -> None:
             leaving = [user for user in view.users if user is output or is_gradient_marker(user)]
             if not leaving:
                 continue
-            clone = insert_call(graph, CLONE, (view,), before=view.next)
+            name = f"{view.name}_copy"
+            clone = insert_call(graph, CLONE, (view,), before=view.next, name=name)
             for user in leaving:
                 user.replace_input_with(view, clone)
 

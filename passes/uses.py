@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from torch.fx import Graph, Node
+from torch.fx.node import Argument
 
 from compile_fsdp.runtime.group_info import GroupInfo
 
@@ -186,7 +187,7 @@ def count_gradients(graph: Graph) -> Counter[ParameterKey]:
     )
 
 
-def graph_outputs(graph: Graph) -> Sequence[object]:
+def graph_outputs(graph: Graph) -> Sequence[Argument]:
     """What ``graph`` returns: nodes, and None for what it does not compute."""
     returned = graph.output_node().args[0]
     return returned if isinstance(returned, tuple | list) else (returned,)
