@@ -82,9 +82,9 @@ def save_checkpoint(
             complete = scratch = ranks.first(folder.begin)
             with checksums(), _quiet():
                 dcp_save(
-                    dict(entries),
+                    {},
                     storage_writer=FileSystemWriter(scratch),
-                    planner=SaveEntries(),
+                    planner=SaveEntries(entries),
                     no_dist=not ranks.distributed,
                 )
             ranks.first(lambda: folder.commit(complete))
@@ -128,9 +128,9 @@ def load_checkpoint(
     with _explained(f"load_checkpoint: {load.folder} could not be read, nothing was loaded"):
         with _quiet():
             dcp_load(
-                load.entries,
+                {},
                 storage_reader=CheckedReader(load.folder, load.metadata),
-                planner=LoadEntries(),
+                planner=LoadEntries(load.entries),
                 no_dist=not ranks.distributed,
             )
         ranks.together(load.prepare)

@@ -23,12 +23,11 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
     TensorStorageMetadata,
 )
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from compile_fsdp.runtime.dtensor import RowShard
 from compile_fsdp.runtime.parameter_group import get_containing_parameter_group
 
-from .checkpoint_planner import Piece, Value, piece_of
+from .checkpoint_planner import Piece, Value, exact_placements, piece_of
 from .checkpoint_state import DESCRIPTION, clean_fqn, state_key
 
 _FORMAT = 1
@@ -227,7 +226,7 @@ class OptimizerState:
         parameter = self._parameters[fqn]
         wraps = held is Held.LIKE_PARAMETER and isinstance(parameter, DTensor)
         dtype = loaded.local.dtype
-        if dtype == self._saved_dtypes[fqn]:
+        if held is not Held.REPLICATED and dtype == self._saved_dtypes[fqn]:
             dtype = parameter.dtype
         present = self._optimizer.state.get(parameter, {}).get(name)
         if isinstance(present, torch.Tensor) and isinstance(present, DTensor) == wraps:
@@ -296,10 +295,9 @@ def _entry(
             )
         return Held.OBJECT, Value(value)
     whole = piece_of(parameter)
-    is_sharded = whole.local.shape != torch.Size(whole.shape) or _is_row_sharded(parameter)
     if not isinstance(value, DTensor):
         alike = name != "step" and value.shape == whole.local.shape
-        if alike and isinstance(parameter, DTensor) and is_sharded:
+        if alike and _is_sharded(parameter):
             return Held.LOCAL, Piece(value.detach(), whole.shape, whole.offset)
         alike = alike and not isinstance(parameter, DTensor)
         return Held.LIKE_PARAMETER if alike else Held.REPLICATED, piece_of(value)
@@ -329,10 +327,14 @@ def _tensors_in(value: object) -> Iterator[torch.Tensor]:
             yield from _tensors_in(each)
 
 
-def _is_row_sharded(parameter: torch.Tensor) -> bool:
+def _is_sharded(parameter: torch.Tensor) -> bool:
     return isinstance(parameter, DTensor) and any(
-        isinstance(placement, RowShard) for placement in parameter.placements
+        isinstance(placement, Shard) for placement in parameter.placements
     )
+
+
+def _is_row_sharded(parameter: torch.Tensor) -> bool:
+    return get_containing_parameter_group(parameter) is not None and _is_sharded(parameter)
 
 
 def _is_cut_alike(shape: tuple[int, ...], parameter: nn.Parameter) -> bool:
@@ -373,7 +375,7 @@ def _like_parameter(
     assert isinstance(parameter, DTensor)
     mesh = parameter.device_mesh
     cut_alike = _is_cut_alike(shape, parameter)
-    placements = parameter.placements if cut_alike else [Replicate()] * mesh.ndim
+    placements = exact_placements(parameter) if cut_alike else [Replicate()] * mesh.ndim
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride

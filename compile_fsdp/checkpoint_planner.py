@@ -18,7 +18,7 @@ import math
 import os
 import pickle
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,11 +45,15 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement
 from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from compile_fsdp.runtime.dtensor import RowShard, segment_number
+from compile_fsdp.runtime.dbuffer import DBuffer
+from compile_fsdp.runtime.parameter_group import (
+    FsdpParameterGroup,
+    get_containing_parameter_group,
+)
 
 from .checkpoint_folder import METADATA
 
@@ -95,54 +99,73 @@ def piece_of(tensor: torch.Tensor) -> Piece:
     The piece aliases the tensor's memory.
 
     Raises:
-        RuntimeError: a DTensor whose local part cannot be located.
+        RuntimeError: a DTensor that DCP locates wrongly.
     """
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return Piece(tensor.detach(), shape, (0,) * len(shape))
+    place = _place_in_group(tensor)
+    if place is not None:
+        return _piece_of_buffer(place[0].main_weight, place[1])
+    # DTensor's side of DCP's protocol for tensors that know their own chunks.
+    chunk = tensor.__create_chunk_list__()[0]
     with torch.no_grad():
         local = tensor.to_local()
-    sizes, offset = _extent(tensor, tuple(local.shape))
-    if sizes != tuple(local.shape):
+    if chunk.sizes != local.shape:
         raise RuntimeError(
             f"a DTensor of shape {shape} and placements {tensor.placements} should hold a local "
-            f"part of shape {sizes}, found {tuple(local.shape)}"
+            f"part of shape {tuple(chunk.sizes)}, found {tuple(local.shape)}"
         )
-    return Piece(local, shape, offset)
+    return Piece(local, shape, tuple(chunk.offsets))
 
 
-def _extent(
-    tensor: DTensor, local_shape: tuple[int, ...]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Size and offset of the local part."""
-    row_shards = [each for each in tensor.placements if isinstance(each, RowShard)]
-    if row_shards:
-        if len(row_shards) + sum(isinstance(p, Replicate) for p in tensor.placements) != len(
-            tensor.placements
-        ):
-            raise RuntimeError(f"a DTensor with placements {tensor.placements} cannot be saved yet")
-        exact = row_shards[0]
-        segment = segment_number(exact.coordinate, exact.sizes)
-        rows, first = exact.rows[segment], sum(exact.rows[:segment])
-        return (rows, *tensor.shape[1:]), (first, *(0 for _ in local_shape[1:]))
-    # DTensor's side of DCP's protocol for tensors that know their own chunks.
-    chunks = tensor.__create_chunk_list__()
-    return tuple(chunks[0].sizes), tuple(chunks[0].offsets)
+def exact_placements(parameter: DTensor) -> Sequence[Placement]:
+    """The placements that a parameter's group gave it.
+
+    ``nn.Parameter`` detaches what it is made of, and on torch 2.14 ``detach`` turns the placements
+    of a buffer's rows into a plain ``Shard(0)``, which means other rows.
+    """
+    place = _place_in_group(parameter)
+    if place is None:
+        return parameter.placements
+    return place[0].main_weight.get_dtensor(place[1]).placements
+
+
+def _place_in_group(parameter: torch.Tensor) -> tuple[FsdpParameterGroup, int] | None:
+    group = get_containing_parameter_group(parameter)
+    if group is None:
+        return None
+    return group, group.parameters.index(group.parameters_by_tensor[parameter])
+
+
+def _piece_of_buffer(buffer: DBuffer, index: int) -> Piece:
+    """Tensor ``index`` of ``buffer``: its rows begin where the buffer's segment does."""
+    shape = buffer.tensor_shapes[index]
+    offset = [0] * len(shape)
+    width = math.prod(shape[1:])
+    if shape and width:
+        before = max(buffer.segment[0] - buffer.layout.tensor_to_offset[index], 0)
+        offset[0] = min(before // width, shape[0])
+    return Piece(buffer.get_local_tensor(index), shape, tuple(offset))
 
 
 class SaveEntries(DefaultSavePlanner):
-    """Plans the writing of `Entries`; what several ranks hold alike is written by one."""
+    """Plans the writing of ``entries``; what several ranks hold alike is written by one.
 
-    def __init__(self) -> None:
+    DCP's own state dict stays empty: it would log, copy and flatten it entry by entry.
+    """
+
+    def __init__(self, entries: Entries) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._entries = entries
 
     def create_local_plan(self) -> SavePlan:
         """What this rank could write; the coordinator takes duplicates out."""
         items = []
-        for key, entry in self.state_dict.items():
+        for key, entry in self._entries.items():
             if isinstance(entry, Value):
                 items.append(WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO))
-            elif isinstance(entry, Piece) and not entry.is_needless:
+            elif not entry.is_needless:
                 data = TensorWriteData(
                     entry.chunk,
                     TensorProperties.create_from_tensor(entry.local),
@@ -155,26 +178,16 @@ class SaveEntries(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """The tensor or object to write."""
-        entry = self.state_dict[index.fqn]
+        entry = self._entries[index.fqn]
         return entry.local if isinstance(entry, Piece) else entry.value
 
 
 class LoadEntries(DefaultLoadPlanner):
-    """Plans reading into `Entries`: pieces in place, values by replacing them."""
+    """Plans reading into ``entries``: pieces in place, values by replacing them."""
 
-    def __init__(self) -> None:
+    def __init__(self, entries: Entries) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def set_up_planner(
-        self,
-        state_dict: dict[str, Any],
-        metadata: Metadata | None = None,
-        is_coordinator: bool = False,
-    ) -> None:
-        """Remember what to read; the base class would look for tensors in it."""
-        self.state_dict = state_dict
-        self.metadata = metadata
-        self.is_coordinator = is_coordinator
+        self._entries = entries
 
     def create_local_plan(self) -> LoadPlan:
         """The parts of saved chunks that cover this rank's pieces.
@@ -184,7 +197,7 @@ class LoadEntries(DefaultLoadPlanner):
         """
         assert self.metadata is not None
         items: list[ReadItem] = []
-        for key, entry in self.state_dict.items():
+        for key, entry in self._entries.items():
             saved = self.metadata.state_dict_metadata[key]
             if isinstance(entry, Value) or isinstance(saved, BytesStorageMetadata):
                 items.append(_read_value(key))
@@ -201,12 +214,15 @@ class LoadEntries(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Take a value in."""
-        self.state_dict[read_item.dest_index.fqn].value = unpickle(value)
+        entry = self._entries[read_item.dest_index.fqn]
+        assert isinstance(entry, Value)
+        entry.value = unpickle(value)
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """Where in a piece the data goes."""
-        target: torch.Tensor = self.state_dict[read_item.dest_index.fqn].local
-        return _narrow(target, read_item.dest_offsets, read_item.lengths)
+        entry = self._entries[read_item.dest_index.fqn]
+        assert isinstance(entry, Piece)
+        return _narrow(entry.local, read_item.dest_offsets, read_item.lengths)
 
 
 def _read_value(key: str) -> ReadItem:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import torch
@@ -13,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from compile_fsdp import MixedPrecisionPolicy, Placements, fully_shard
+from compile_fsdp.runtime.parameter_group import get_containing_parameter_group
 
 Values = dict[str, torch.Tensor]
 
@@ -92,42 +92,47 @@ def take_steps(
     count: int,
 ) -> None:
     """Steps ``first``, ``first + 1``, ... of one run; each rank has its own data."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
     for step in range(first, first + count):
-        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        generator = torch.Generator().manual_seed(100 * step + rank)
         call(torch.randint(7, (2, 4), generator=generator)).backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def full(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
-    """A copy of the whole tensor. A DTensor of ``like``'s shape is cut like ``like``, whatever
-    its own placements say: torch 2.14 gives optimizer state plain ones."""
+def full(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A copy of the whole of ``parameter``, or of ``tensor`` in its optimizer state.
+
+    Rows are cut as the parameter's group cut them: placements that torch derived (and 2.14 derives
+    those of every nn.Parameter) may say otherwise.
+    """
+    if isinstance(tensor, DTensor) and tensor.shape == parameter.shape:
+        group = get_containing_parameter_group(parameter)
+        index = group.parameters.index(group.parameters_by_tensor[parameter])
+        exact = group.main_weight.get_dtensor(index)
+        tensor = DTensor.from_local(
+            tensor.to_local(),
+            exact.device_mesh,
+            exact.placements,
+            run_check=False,
+            shape=exact.shape,
+            stride=exact.stride(),
+        )
     if isinstance(tensor, DTensor):
-        if isinstance(like, DTensor) and like.shape == tensor.shape:
-            tensor = DTensor.from_local(
-                tensor.to_local(),
-                like.device_mesh,
-                like.placements,
-                run_check=False,
-                shape=like.shape,
-                stride=like.stride(),
-            )
         tensor = tensor.full_tensor()
     return tensor.detach().clone()
 
 
 def values_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Values:
     """All values of a checkpoint, whole: parameters, buffers, optimizer state."""
-    values = {name: full(tensor) for name, tensor in model.state_dict().items()}
+    values = {
+        name: full(tensor, tensor) for name, tensor in model.state_dict(keep_vars=True).items()
+    }
     if optimizer is not None:
         for name, parameter in model.named_parameters():
             for key, value in sorted(optimizer.state.get(parameter, {}).items()):
                 values[f"{name}/{key}"] = full(value, parameter)
     return values
-
-
-def clone(values: Values) -> Values:
-    return copy.deepcopy(values)
 
 
 def assert_equal(found: Values, expected: Values) -> None:
