@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
@@ -37,8 +37,7 @@ from .checkpoint_planner import (
     check_sizes,
     checksums,
     read_metadata,
-    read_part,
-    unpickle,
+    read_value,
 )
 from .checkpoint_state import DESCRIPTION, ModelState
 
@@ -193,7 +192,7 @@ def _plan_load(
                 f"{folder} has no optimizer state: expected {DESCRIPTION!r}, found the model "
                 "alone (it was saved with optimizer=None); pass optimizer=None to load that"
             )
-        description = unpickle(read_part(folder, metadata, MetadataIndex(DESCRIPTION)))
+        description = read_value(folder, metadata, DESCRIPTION)
         entries.update(optimizer_state.plan(metadata, description))
     return _Load(folder, metadata, model_state, optimizer_state, entries)
 
@@ -236,7 +235,7 @@ class _Ranks:
         self.rank = dist.get_rank() if self.distributed else 0
 
     def together(self, step: Callable[[], T]) -> T:
-        """Run ``step`` on every rank. If it fails on one, the same error is raised on all."""
+        """Run ``step`` on every rank. If it fails on any, all raise the first one's error."""
         error: BaseException | None = None
         value: T | None = None
         try:
@@ -248,7 +247,7 @@ class _Ranks:
             raise error
         for rank, failure in enumerate(failures):
             if failure is not None:
-                where = f" (on rank {rank})" if error is None else ""
+                where = f" (on rank {rank})" if None in failures else ""
                 raise failure.kind(f"{failure.message}{where}") from error
         return cast(T, value)
 

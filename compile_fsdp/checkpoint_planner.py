@@ -216,7 +216,7 @@ class LoadEntries(DefaultLoadPlanner):
         """Take a value in."""
         entry = self._entries[read_item.dest_index.fqn]
         assert isinstance(entry, Value)
-        entry.value = unpickle(value)
+        entry.value = _unpickle(value)
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """Where in a piece the data goes."""
@@ -258,14 +258,14 @@ class CheckedReader(FileSystemReader):
             RuntimeError: a part is missing, cut short or altered.
         """
         for item in plan.items:
-            raw = read_part(self._folder, self._metadata, item.storage_index)
-            if item.type is LoadItemType.BYTE_IO:
-                planner.load_bytes(item, raw)
-                continue
-            saved: torch.Tensor = torch.load(raw, map_location="cpu", weights_only=True)
-            target = planner.resolve_tensor(item)
-            target.copy_(_narrow(saved, item.storage_offsets, item.lengths))
-            planner.commit_tensor(item, target)
+            with _opened(self._folder, self._metadata, item.storage_index) as raw:
+                if item.type is LoadItemType.BYTE_IO:
+                    planner.load_bytes(item, raw)
+                    continue
+                saved: torch.Tensor = torch.load(raw, map_location="cpu", weights_only=True)
+                target = planner.resolve_tensor(item)
+                target.copy_(_narrow(saved, item.storage_offsets, item.lengths))
+                planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -300,11 +300,25 @@ def check_sizes(folder: Path, metadata: Metadata) -> None:
             raise _damaged(path, f"expected {end} bytes for {index.fqn!r}, found {found}")
 
 
-def read_part(folder: Path, metadata: Metadata, index: MetadataIndex) -> io.BytesIO:
-    """The bytes of one chunk or value, proven to be those that were written.
+def read_value(folder: Path, metadata: Metadata, key: str) -> Any:
+    """The object that was saved as a `Value` under ``key``.
 
     Raises:
-        RuntimeError: they are not.
+        RuntimeError: it is damaged.
+    """
+    with _opened(folder, metadata, MetadataIndex(key)) as raw:
+        return _unpickle(raw)
+
+
+def _unpickle(raw: io.BytesIO) -> Any:
+    return torch.load(raw, map_location="cpu", weights_only=False)
+
+
+@contextmanager
+def _opened(folder: Path, metadata: Metadata, index: MetadataIndex) -> Iterator[io.BytesIO]:
+    """The bytes of one chunk or value, proven to be those that were written.
+
+    Whatever goes wrong with them, inside the context too, is a RuntimeError with their name.
     """
     part = metadata.storage_data[index]
     path = folder / part.relative_path
@@ -314,16 +328,11 @@ def read_part(folder: Path, metadata: Metadata, index: MetadataIndex) -> io.Byte
             raw = io.BytesIO(file.read(part.length))
         if zipfile.ZipFile(raw).testzip() is not None:
             raise zipfile.BadZipFile("the checksum differs")
+        raw.seek(0)
+        yield raw
     except Exception as error:  # a damaged archive raises anything
-        reason = f"expected the data of {index.fqn!r}, found {type(error).__name__}: {error}"
-        raise _damaged(path, reason) from error
-    raw.seek(0)
-    return raw
-
-
-def unpickle(raw: io.BytesIO) -> Any:
-    """The object in a part that holds a `Value`."""
-    return torch.load(raw, map_location="cpu", weights_only=False)
+        found = f"found {type(error).__name__}: {str(error).partition('. ')[0]}"
+        raise _damaged(path, f"expected the data of {index.fqn!r}, {found}") from error
 
 
 @contextmanager
