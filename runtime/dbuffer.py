@@ -52,8 +52,9 @@ class DBuffer:
         tensor_shapes: Full shapes of the tensors.
         dtype: Of all tensors.
         device: Defaults to the mesh's device type; ``"meta"`` is legal.
-        layout: A layout to share with other buffers. Its shard count must be a multiple of this
-            buffer's (the product of its shard axes' sizes), to which the default is equal.
+        layout: A layout to share with other buffers. Its segment count must be a multiple of this
+            buffer's (the product of its shard axes' sizes). The default has a segment for each
+            rank of the mesh, so that every redistribution is possible.
         shard_layout: For the default layout.
         alignment: For the default layout, in elements.
         local: 1-D storage for this rank's part; by default new, uninitialised memory.
@@ -87,7 +88,7 @@ class DBuffer:
         self.shard_axes = ShardAxes.of(mesh, self.placements)
         self.layout = layout or make_layout(
             self.tensor_shapes,
-            self.shard_axes.num_shards,
+            int(mesh.size()),
             shard=strictest_shard(self.placements),
             shard_layout=shard_layout,
             alignment=alignment,
@@ -370,8 +371,8 @@ class DBuffer:
         shards = self.shard_axes.num_shards
         if self.layout.num_shards % shards:
             raise ValueError(
-                f"layout: placements {self.placements} cut the buffer into {shards}, which "
-                f" does not divide the layout's {self.layout.num_shards} segments; make the "
+                f"layout: placements {self.placements} cut the buffer into {shards}, which does "
+                f"not divide the layout's {self.layout.num_shards} segments; make the "
                 "layout for all axes that any buffer of the group shards"
             )
 

@@ -60,7 +60,11 @@ class Lane(ABC):
 
     @abstractmethod
     def then(self, fn: Callable[[], None]) -> None:
-        """Run ``fn`` after everything earlier on the lane (CUDA: now, on the lane's stream)."""
+        """Run ``fn`` after everything earlier on the lane (CUDA: now, on the lane's stream).
+
+        On CPU that is when somebody waits, possibly on another thread. ``fn`` must not add to
+        this lane.
+        """
 
     @abstractmethod
     def record_event(self) -> Event:
@@ -112,8 +116,9 @@ class _CpuLane(Lane):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        # Autograd may drain a lane from a thread of its own; a call that is being drained may
-        # use the lane. Whoever waits holds the lock, so nobody sees an entry half done.
+        # Autograd may drain a lane from a thread of its own. Whoever waits holds the lock, so
+        # nobody takes an entry that is half done for a finished one. Reentrant, because a call
+        # may wait for an event of another lane whose calls wait for one of this lane.
         self._lock = threading.RLock()
         self._queue: deque[tuple[Literal["work", "call"], Callable[[], object]]] = deque()
         self._calls_pending = 0

@@ -273,9 +273,12 @@ def _report(body: Callable[..., Any], world_size: int, outcomes: dict[int, _Outc
     failed = {rank: each for rank, each in outcomes.items() if each.status != "returned"}
     first = next(iter(failed))
     lines = [f"{body.__qualname__}: rank {first} of {world_size} {failed[first].status} first"]
+    # Ranks mostly fail alike: one section for all that say the same.
+    alike: dict[tuple[str, str], list[int]] = {}
     for rank, outcome in failed.items():
-        lines.append(f"---- rank {rank} {outcome.status}")
-        lines.append(outcome.text.rstrip())
+        alike.setdefault((outcome.status, outcome.text.rstrip()), []).append(rank)
+    for (status, text), ranks in alike.items():
+        lines += [f"---- rank {', '.join(map(str, sorted(ranks)))} {status}", text]
     returned = [rank for rank, each in outcomes.items() if each.status == "returned"]
     if returned:
         lines.append(f"---- ranks that returned: {returned}")
