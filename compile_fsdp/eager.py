@@ -24,6 +24,7 @@ from compile_fsdp.runtime.parameter_group import FsdpParameter, FsdpParameterGro
 from compile_fsdp.runtime.torch_internals import in_backward
 
 from .module import FsdpUnit
+from .torch_internals import never_compiled_alone
 
 
 def install_hooks(module: nn.Module, unit: FsdpUnit) -> None:
@@ -36,6 +37,7 @@ def install_hooks(module: nn.Module, unit: FsdpUnit) -> None:
                 _reduce_when_complete(unit, group, parameter)
 
 
+@never_compiled_alone
 def _pre_forward(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -58,6 +60,7 @@ def _pre_forward(
     return _watch_inputs(unit, args, kwargs) if torch.is_grad_enabled() else None
 
 
+@never_compiled_alone
 def _post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     if torch.compiler.is_compiling():
         return
@@ -71,6 +74,7 @@ def _post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> None
 
 
 def _watch_outputs(unit: FsdpUnit, output: Any) -> None:
+    @never_compiled_alone
     def pre_backward(gradient: torch.Tensor) -> None:
         unit.context.finish_at_end_of_backward()
         entering = unit.phase is Phase.RESTING
@@ -125,6 +129,7 @@ class _PostBackward(torch.autograd.Function):
 def _reduce_when_complete(
     unit: FsdpUnit, group: FsdpParameterGroup, parameter: FsdpParameter
 ) -> None:
+    @never_compiled_alone
     def accumulated(_: torch.Tensor) -> None:
         unit.context.finish_at_end_of_backward()
         if all(other.unsharded.grad is not None for other in group.parameters):

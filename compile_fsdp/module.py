@@ -24,6 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from compile_fsdp.runtime.parameter_group import FsdpParameterGroup, Phase
 
+from .torch_internals import never_compiled_alone
+
 if TYPE_CHECKING:
     from .context import FsdpContext
 
@@ -197,6 +199,7 @@ class ManagedParameters:
 
 
 def _parameter_property(name: str) -> property:
+    @never_compiled_alone
     def read(self: Any) -> torch.Tensor:
         slot = self._fsdp_slots[name]
         if torch.compiler.is_compiling():

@@ -6,7 +6,29 @@ point downwards only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import FunctionType
+from typing import TypeVar, cast
+
 from torch import nn
+from torch._C._dynamo import eval_frame
+
+_F = TypeVar("_F", bound=Callable[..., object])
+
+
+def never_compiled_alone(function: _F) -> _F:
+    """Let Dynamo inline ``function`` into a trace, but never start a trace at it.
+
+    A hook begins with ``if torch.compiler.is_compiling(): return``, which is right when it is
+    traced as a part of a module's call. After a graph break the module is called by the
+    interpreter, and Dynamo would take the hook for a program of its own: ``is_compiling()``
+    would be true and the hook would do nothing. Skipping its code object, and whatever it calls,
+    is what ``torch.compiler.disable`` does at run time, but that cannot be inlined.
+    """
+    skip = eval_frame._FrameAction.SKIP
+    strategy = eval_frame._FrameExecStrategy(skip, skip)
+    eval_frame.set_code_exec_strategy(cast(FunctionType, function).__code__, strategy)
+    return function
 
 
 def without_compile_wrapper(module: nn.Module) -> nn.Module:

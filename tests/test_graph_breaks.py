@@ -92,7 +92,7 @@ def test_graph_breaks_give_the_same_numbers(program: str, driver: str) -> None:
     sharded = shard_blocks(copy.deepcopy(model))
     counters.clear()
     run = train(sharded, batches, call=drive(sharded, driver))
-    assert counters["graph_break"], "the program was meant to break the graph"
+    assert counters["stats"]["unique_graphs"] > 1, "the program was meant to break the graph"
     assert_close(run, train_reference(model, batches))
     assert not any(group.is_unsharded for group in sharded._fsdp_unit.context.groups())
 
