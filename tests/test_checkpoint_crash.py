@@ -276,12 +276,8 @@ def test_a_link_to_a_checkpoint_stays_one(tmp_path: Path) -> None:
 
 
 def test_leftovers_of_other_checkpoints_are_left_alone(tmp_path: Path) -> None:
-    others = [
-        ".cc.saving-0123456789abcdef",
-        ".c.saving-x",
-        ".c.old",
-        ".c.saving-x.saving-" + "0" * 16,
-    ]
+    token = "0" * 16
+    others = [f".cc.saving-{token}", ".c.saving-x", ".c.old", f".c.saving-x.saving-{token}"]
     for name in others:
         (tmp_path / name).mkdir()
     (tmp_path / f".c.saving-{token}").mkdir()
