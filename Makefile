@@ -4,7 +4,8 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.complete
-PIP_FLAGS := $(if $(CI),--quiet)
+# pip shows its progress to a person only.
+PIP_FLAGS = $$(test -t 1 || echo --quiet)
 
 # Torch's thread pools of several processes on few cores slow each other down.
 export OMP_NUM_THREADS ?= 1
@@ -41,15 +42,18 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last: an environment whose making was interrupted is finished, or made
-# anew when its pip does not run, by the next call.
+# anew when its pip does not run, by the next call. Some distributions' Python cannot put pip into
+# an environment itself; their own pip can.
 $(STAMP): pyproject.toml constraints.txt
 	@rm -f $@
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { \
 		python="$$(PYTHON='$(PYTHON)' .ci/find-python)" && \
 		echo "making $(VENV) with $$python" && \
-		"$$python" -m venv --clear $(VENV); }
+		{ "$$python" -m venv --clear $(VENV) >/dev/null 2>&1 || \
+		{ "$$python" -m venv --clear --without-pip $(VENV) && \
+		"$$python" -m pip --python $(BIN)/python install --quiet pip; }; }; }
 	@echo "installing torch and the pinned tools into $(VENV) (once; this takes some minutes)"
-	$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt setuptools
-	$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt --no-build-isolation \
+	@$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt setuptools
+	@$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt --no-build-isolation \
 		-e ".[test,examples,dev]"
 	@touch $@
