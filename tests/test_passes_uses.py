@@ -248,10 +248,10 @@ MISUSES: dict[str, tuple[Callable[[Graph, list[Node]], object], str]] = {
     "scaled": (lambda g, p: g.call_function(aten.mul.Tensor, (p[0], 2.0)), "mul"),
     "added with a factor": (lambda g, p: add(g, p[0], p[1], alpha=2), "add"),
     "added to a number": (lambda g, p: add(g, p[0], 1.0), "add"),
-    "added to another tensor": (lambda g, p: add(g, p[0], g.call_function(aten.exp.default, (p[1].args[0],))), "add"),
+    "added to another tensor": (lambda g, p: add(g, p[0], p[1].args[0]), "add"),
     "converted": (lambda g, p: g.call_function(aten._to_copy.default, (p[0],)), "_to_copy"),
     "stacked": (lambda g, p: g.call_function(aten.stack.default, (p,)), "stack"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("build", "node"), MISUSES.values(), ids=MISUSES.keys())
@@ -266,7 +266,7 @@ def test_a_gradient_that_is_used_otherwise_is_an_error_that_names_the_node(
 def test_a_sum_that_is_returned_twice_is_an_error(group: StubGroup) -> None:
     graph = backward_graph(group, lambda g, p: (p[0], p[0]))
     graph.output_node().args = graph.output_node().args[0]
-    with pytest.raises(RuntimeError, match="gradients of two flat shards"):
+    with pytest.raises(RuntimeError, match=r"gradients of two flat shards"):
         facts_of(graph, group, GraphKind.BACKWARD)
 
 
@@ -318,10 +318,9 @@ def test_an_unknown_group_is_an_error(group: StubGroup) -> None:
 def test_a_tensor_that_the_group_does_not_have_is_an_error(group: StubGroup) -> None:
     graph = Graph()
     shard = graph.placeholder("shard")
-    graph.output(graph.call_function(torch.ops.compile_fsdp.parameter.default, (shard, group.info.name, 2)))  # fmt: skip  # noqa: E501
-    with pytest.raises(
-        RuntimeError, match="names tensor 2 of parameter group '0/a/0', .* 2 tensors"
-    ):  # noqa: E501
+    marker = torch.ops.compile_fsdp.parameter.default
+    graph.output(graph.call_function(marker, (shard, group.info.name, 2)))
+    with pytest.raises(RuntimeError, match=r"names tensor 2 of .* '0/a/0', which has 2 tensors"):
         find_uses(graph, {group.info.name: group.info}, GraphKind.FORWARD)
 
 
@@ -330,7 +329,7 @@ def test_a_shard_that_is_no_graph_input_is_an_error(group: StubGroup) -> None:
         shard = aten.mul(shard, 2)
         return aten.exp(torch.ops.compile_fsdp.parameter(shard, group.info.name, 0))
 
-    with pytest.raises(RuntimeError, match="computed in the graph by node mul"):
+    with pytest.raises(RuntimeError, match=r"computed in the graph by node mul"):
         facts_of(graph_of(function, group.shard), group)
 
 

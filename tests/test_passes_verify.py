@@ -140,13 +140,13 @@ def test_a_step_that_is_written_twice(target: object, forward: Rewritten) -> Non
 
 def test_a_group_that_is_gathered_twice(forward: Rewritten) -> None:
     forward.set_arg(forward.call(UNSHARD, "blocks.1"), 1, "0/blocks.0/0")
-    with pytest.raises(VerificationError, match="group '0/blocks.0/0' is gathered 2 times"):
+    with pytest.raises(VerificationError, match=r"group '0/blocks.0/0' is gathered 2 times"):
         forward.verify()
 
 
 def test_a_wait_in_the_name_of_another_group(forward: Rewritten) -> None:
     forward.set_arg(forward.call(WAIT, "blocks.1"), 1, "0/blocks.0/0")
-    with pytest.raises(VerificationError, match="buffer of group '0/blocks.1/0', but names"):
+    with pytest.raises(VerificationError, match=r"buffer of group '0/blocks.1/0', but names"):
         forward.verify()
 
 
@@ -159,7 +159,7 @@ def test_a_release_before_the_last_read(forward: Rewritten) -> None:
 
 def test_a_release_before_the_wait(forward: Rewritten) -> None:
     forward.call(WAIT, "blocks.0").prepend(forward.call(RELEASE, "blocks.0"))
-    with pytest.raises(VerificationError, match="in this order; found .*release_blocks_0, wait_"):
+    with pytest.raises(VerificationError, match=r"in this order; found .*release_blocks_0, wait_"):
         forward.verify()
 
 
@@ -173,7 +173,7 @@ def test_a_read_after_the_release(forward: Rewritten) -> None:
     late = forward.graph.output_node()
     view = forward.node("blocks_0_norm_weight")
     insert_call(forward.graph, aten.exp.default, (view,), before=late, name="late")
-    with pytest.raises(VerificationError, match="node late reads blocks.0.norm.weight outside of"):
+    with pytest.raises(VerificationError, match=r"node late reads blocks.0.norm.weight outside of"):
         forward.verify()
 
 
@@ -190,7 +190,7 @@ def test_a_reader_that_was_none(forward: Rewritten) -> None:
     view = forward.node("blocks_0_up_weight")
     insert_call(forward.graph, aten.exp.default, (view,), before=forward.node("mm"), name="new")
     with pytest.raises(
-        VerificationError, match="node new did not read blocks.0.up.weight before .* does now"
+        VerificationError, match=r"node new did not read blocks.0.up.weight before .* does now"
     ):
         forward.verify()
 
@@ -198,7 +198,7 @@ def test_a_reader_that_was_none(forward: Rewritten) -> None:
 def test_a_reader_of_the_whole_buffer(forward: Rewritten) -> None:
     full = forward.call(UNSHARD, "blocks.0")
     insert_call(forward.graph, aten.exp.default, (full,), before=forward.node("mm"), name="new")
-    with pytest.raises(VerificationError, match="node new uses the gathered buffer .* directly"):
+    with pytest.raises(VerificationError, match=r"node new uses the gathered buffer .* directly"):
         forward.verify()
 
 
@@ -207,7 +207,7 @@ def test_a_returned_view(forward: Rewritten) -> None:
     view = forward.node("blocks_0_up_weight")
     output.args = ((*output.args[0], view),)  # type: ignore[misc]
     with pytest.raises(
-        VerificationError, match="returns blocks_0_up_weight, a view of blocks.0.up.weight"
+        VerificationError, match=r"returns blocks_0_up_weight, a view of blocks.0.up.weight"
     ):
         forward.verify()
 
@@ -217,7 +217,7 @@ def test_a_write_to_a_parameter(forward: Rewritten) -> None:
     insert_call(
         forward.graph, aten._foreach_zero_.default, ([view],), before=forward.node("mm"), name="new"
     )
-    with pytest.raises(VerificationError, match="node new writes to blocks.0.up.weight"):
+    with pytest.raises(VerificationError, match=r"node new writes to blocks.0.up.weight"):
         forward.verify()
 
 
@@ -239,7 +239,7 @@ def test_a_dropped_gradient(backward: Rewritten) -> None:
     backward.set_arg(step, 0, list(gradients)[1:])  # type: ignore[arg-type]
     backward.set_arg(step, 2, list(indices)[1:])  # type: ignore[arg-type]
     with pytest.raises(
-        VerificationError, match="of blocks.0.norm.weight must be reduced 1 times, is reduced 0"
+        VerificationError, match=r"of blocks.0.norm.weight must be reduced 1 times, is reduced 0"
     ):
         backward.verify()
 
@@ -257,7 +257,7 @@ def test_a_gradient_that_counts_twice(backward: Rewritten) -> None:
     twice = insert_call(backward.graph, ADD, (first, first), before=step)
     backward.set_arg(step, 0, [twice, *rest])
     with pytest.raises(
-        VerificationError, match="of blocks.0.norm.weight must be reduced 1 times, is reduced 2"
+        VerificationError, match=r"of blocks.0.norm.weight must be reduced 1 times, is reduced 2"
     ):
         backward.verify()
 
@@ -266,7 +266,7 @@ def test_a_group_that_is_reduced_twice(backward: Rewritten) -> None:
     step = backward.call(REDUCE_INNER, "blocks.0")
     with backward.graph.inserting_after(step):
         backward.graph.node_copy(step)
-    with pytest.raises(VerificationError, match="group '0/blocks.0/0' is reduced twice"):
+    with pytest.raises(VerificationError, match=r"group '0/blocks.0/0' is reduced twice"):
         backward.verify()
 
 
@@ -279,20 +279,22 @@ def test_a_dropped_reduction(backward: Rewritten) -> None:
     groups.remove("0/blocks.0/0")
     wait.args = (tokens_, groups)
     backward.graph.erase_node(step)
-    with pytest.raises(VerificationError, match="must be reduced 1 times, is reduced 0 times"):
+    with pytest.raises(VerificationError, match=r"must be reduced 1 times, is reduced 0 times"):
         backward.verify()
 
 
 def test_a_reduction_that_is_not_waited_for(backward: Rewritten) -> None:
     wait = backward.call(WAIT_REDUCTIONS)
     wait.args = tuple(list(each)[:-1] for each in wait.args)  # type: ignore[arg-type]
-    with pytest.raises(VerificationError, match="reduction of group '0/root/0', is not waited for"):
+    with pytest.raises(
+        VerificationError, match=r"reduction of group '0/root/0', is not waited for"
+    ):
         backward.verify()
 
 
 def test_a_dropped_final_wait(backward: Rewritten) -> None:
     backward.graph.erase_node(backward.call(WAIT_REDUCTIONS))
-    with pytest.raises(VerificationError, match="3 reductions need 1 wait_reductions, found 0"):
+    with pytest.raises(VerificationError, match=r"3 reductions need 1 wait_reductions, found 0"):
         backward.verify()
 
 
@@ -300,7 +302,7 @@ def test_a_dropped_outer_reduction(two_axes: Rewritten) -> None:
     step = two_axes.call(REDUCE_OUTER, "blocks.0")
     step.replace_all_uses_with(two_axes.call(REDUCE_INNER, "blocks.0"))
     two_axes.graph.erase_node(step)
-    with pytest.raises(VerificationError, match="'0/blocks.0/0' needs 1 outer reductions"):
+    with pytest.raises(VerificationError, match=r"'0/blocks.0/0' needs 1 outer reductions"):
         two_axes.verify()
 
 
@@ -309,7 +311,7 @@ def test_an_outer_reduction_that_is_not_waited_for(two_axes: Rewritten) -> None:
     wait.replace_input_with(
         two_axes.call(REDUCE_OUTER, "blocks.0"), two_axes.call(REDUCE_INNER, "blocks.0")
     )
-    with pytest.raises(VerificationError, match="outer_token_blocks_0, .* is not waited for"):
+    with pytest.raises(VerificationError, match=r"outer_token_blocks_0, .* is not waited for"):
         two_axes.verify()
 
 
@@ -317,7 +319,7 @@ def test_a_flat_shard_that_gets_a_gradient(backward: Rewritten) -> None:
     output = backward.graph.output_node()
     first, *rest = output.args[0]  # type: ignore[misc]
     output.args = ((first, backward.node("mm"), *rest[1:]),)
-    with pytest.raises(VerificationError, match="graph output 1 .* must be None, found mm"):
+    with pytest.raises(VerificationError, match=r"graph output 1 .* must be None, found mm"):
         backward.verify()
 
 
@@ -380,5 +382,5 @@ def test_an_order_that_a_later_write_carries(backward: Rewritten) -> None:
 
 def test_a_view_of_no_parameter(forward: Rewritten) -> None:
     forward.set_arg(forward.call(AS_STRIDED), 1, [3, 4])
-    with pytest.raises(VerificationError, match="node embedding"):
+    with pytest.raises(VerificationError, match=r"node embedding"):
         forward.verify()

@@ -33,6 +33,7 @@ from compile_fsdp.passes.steps import (
 )
 
 KIB = 1024
+DEFAULT = Policy()
 
 
 def group(label: str, size: int = 4 * KIB, **fields: object) -> GroupFacts:
@@ -69,11 +70,11 @@ def _tensor(word: str) -> tuple[str, int]:
     return f"0/{label}/0", int(index)
 
 
-def forward(text: str, *groups: GroupFacts, policy: Policy = Policy()) -> Schedule:
+def forward(text: str, *groups: GroupFacts, policy: Policy = DEFAULT) -> Schedule:
     return plan(facts(GraphKind.FORWARD, text), {g.name: g for g in groups}, policy)
 
 
-def backward(text: str, *groups: GroupFacts, policy: Policy = Policy()) -> Schedule:
+def backward(text: str, *groups: GroupFacts, policy: Policy = DEFAULT) -> Schedule:
     return plan(facts(GraphKind.BACKWARD, text), {g.name: g for g in groups}, policy)
 
 
