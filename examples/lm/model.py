@@ -91,11 +91,13 @@ class Attention(nn.Module):
         attended = F.scaled_dot_product_attention(
             query, key, value, is_causal=True, enable_gqa=True
         )
-        return self.output(attended.transpose(1, 2).flatten(2))
+        output: Tensor = self.output(attended.transpose(1, 2).flatten(2))
+        return output
 
     def _heads(self, x: Tensor) -> Tensor:
         """(batch, length, n * head_dim) -> (batch, n, length, head_dim)."""
-        return x.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+        heads: Tensor = x.unflatten(-1, (-1, self.config.head_dim))
+        return heads.transpose(1, 2)
 
 
 class SwiGLU(nn.Module):
@@ -108,7 +110,8 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(config.hidden_dim, config.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        output: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return output
 
 
 class Block(nn.Module):
@@ -122,8 +125,9 @@ class Block(nn.Module):
         self.mlp = SwiGLU(config)
 
     def forward(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), tables)
-        return x + self.mlp(self.mlp_norm(x))
+        attended: Tensor = x + self.attention(self.attention_norm(x), tables)
+        output: Tensor = attended + self.mlp(self.mlp_norm(attended))
+        return output
 
 
 class Decoder(nn.Module):

@@ -74,7 +74,7 @@ def join_world() -> World:
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=_TIMEOUT)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, init_method="tcp://localhost:0", rank=0, world_size=1)
     control = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo")
     assert control is not None
     return World(dist.get_rank(), dist.get_world_size(), device, control)
