@@ -40,7 +40,6 @@ class MainGradient:
         allocate: Callable[[], DBuffer],
         finished_placements: Sequence[Placement],
         parameters: Sequence[nn.Parameter],
-        label: str = "",
     ) -> None:
         self._allocate = allocate
         self._finished_placements = tuple(finished_placements)
@@ -64,7 +63,13 @@ class MainGradient:
         ).view(self._finished_placements)
 
     def accumulate(
-        self, partial: DBuffer, indices: Sequence[int], scale: float, lane: Lane
+        self,
+        partial: DBuffer,
+        indices: Sequence[int],
+        scale: float,
+        lane: Lane,
+        *,
+        label: str = "",
     ) -> None:
         """Reduce ``partial`` to the gradient placements on ``lane`` and take ``scale`` times it in.
 
@@ -82,7 +87,7 @@ class MainGradient:
         elif self._stale:
             self._set_finished_aside()
         lane.wait_current()
-        reduced = reduce_to(partial, self.buffer.placements, lane)
+        reduced = reduce_to(partial, self.buffer.placements, lane, label=label)
         target = self.buffer.local
         # Dropped by the user, or never bound: their parts start from zero.
         restarted = [] if begins else [self.buffer.get_local_tensor(index) for index in missing]
@@ -110,7 +115,7 @@ class MainGradient:
         self.buffer.local.zero_()
         self._stale = False
 
-    def finish(self, lane: Lane, accumulated: Event) -> None:
+    def finish(self, lane: Lane, accumulated: Event, *, label: str = "") -> None:
         """Reduce over the axes that are still partial, on ``lane`` after ``accumulated``.
 
         Binds ``.grad`` to the finished gradient. Nothing happens where the gradient placements
@@ -121,7 +126,7 @@ class MainGradient:
         lane.wait_event(accumulated)
         finished, carry = self.finished, self._carry
         self._carry = None
-        redistribute_stepwise(self.buffer, finished, lane)
+        redistribute_stepwise(self.buffer, finished, lane, label=label)
         if carry is not None:
             kept = carry
 

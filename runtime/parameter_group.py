@@ -558,7 +558,11 @@ class FsdpParameterGroup:
         lane = self.context.lanes.reduce_inner
         everything = range(len(self.parameters))
         self._gradient.accumulate(
-            partial, everything if indices is None else indices, self.grad_scale, lane
+            partial,
+            everything if indices is None else indices,
+            self.grad_scale,
+            lane,
+            label=self.label,
         )
         if not self.syncs_with_optimizer:
             self._maybe_stepped = True
@@ -573,7 +577,9 @@ class FsdpParameterGroup:
         if self._gradient is not None:
             with torch.inference_mode(False), torch.no_grad():
                 lanes = self.context.lanes
-                self._gradient.finish(lanes.reduce_outer, lanes.reduce_inner.record_event())
+                self._gradient.finish(
+                    lanes.reduce_outer, lanes.reduce_inner.record_event(), label=self.label
+                )
 
     def release_unused_gradient_storage(self) -> None:
         """Free ``main_grad`` when no parameter's ``.grad`` refers to it any more."""
