@@ -7,8 +7,10 @@ tensor are few, many or none. `RowShard` is the ``Shard(0)`` that knows them:
     a DBuffer's, for example             rows 0 1 2 3 4 | (none)
 
 It overrides the private methods of ``Shard`` through which DTensor moves data and computes
-local shapes; they have been the same since torch 2.11. torch may drop the subclass from a
-tensor that an operator returns (an optimizer's state): only DTensors made here are exact.
+local shapes; they have been the same since torch 2.11. Only DTensors made here know their rows:
+what an operator returns (an optimizer's state; on torch 2.14 even ``detach()``) has a plain
+``Shard(0)``. Its local values and its reductions are right, but its ``full_tensor()`` is not:
+make a DTensor with `make_dtensor` from its local tensor first.
 """
 
 from __future__ import annotations
