@@ -86,7 +86,8 @@ def train(world: World, options: Options) -> None:
     say = print if world.rank == 0 else (lambda *_: None)
     say(describe(run))
     if checkpoint is not None:
-        checkpoints.restore(checkpoint, run.model, run.optimizer)
+        found = checkpoint
+        world.collectively(lambda: checkpoints.restore(found, run.model, run.optimizer))
         run.step = checkpoint.step
         say(f"resumed from {checkpoint.folder}")
         for change in checkpoints.changed_settings(checkpoint, run.trajectory):
@@ -286,8 +287,9 @@ def describe(run: Run) -> str:
     dtype = str(options.dtype).removeprefix("torch.")
     data = (len(corpus.train) + len(corpus.validation)) / 1e6
     tokens = options.batch_shape(world.size).tokens_per_step
+    processes = "1 process" if world.size == 1 else f"{world.size} processes"
     return (
-        f"{parameters / 1e6:.2f} M parameters sharded over {world.size} processes on"
+        f"{parameters / 1e6:.2f} M parameters sharded over {processes} on"
         f" {world.device.type}, {dtype}, {how}\n"
         f"{data:.1f} MB from {corpus.name} ({corpus.files} files), {tokens:,} tokens a step"
     )

@@ -239,12 +239,27 @@ def test_a_broken_description_is_named(tmp_path: Path, content: str) -> None:
         checkpoints.find_checkpoints(tmp_path)
 
 
-# Whole runs on two processes
+# Whole runs
 
 SMALL = (
     "--dim 32 --layers 2 --heads 4 --kv-heads 2 --length 32 --batch 2 --accumulate 2 --steps 6"
     " --warmup 2 --checkpoint-every 3 --log-every 2 --sample-bytes 8 --validation-batches 2"
 )
+
+
+def test_one_process_and_a_damaged_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [*SMALL.split(), "--eager", "--out", str(tmp_path)]
+    assert main(arguments) == 0
+    assert "sharded over 1 process on" in capsys.readouterr().out
+    newest = tmp_path / "step-000006"
+    data = max((p for p in newest.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    data.write_bytes(data.read_bytes()[:100])
+    assert main([*arguments, "--resume"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"train_lm: error: --resume: {newest} cannot be loaded: ")
+    assert error.count("\n") == 1
 
 
 def torchrun(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

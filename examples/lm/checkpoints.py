@@ -117,8 +117,18 @@ def save(
 
 
 def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Load model and optimizer in place, on all ranks."""
-    load_checkpoint(model, optimizer, checkpoint.folder)
+    """Load model and optimizer in place, on all ranks.
+
+    Raises InputError, on all ranks and with nothing changed, for files that are damaged or missing.
+    """
+    try:
+        load_checkpoint(model, optimizer, checkpoint.folder)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise InputError(
+            f"--resume: {checkpoint.folder} cannot be loaded: {reason}; remove it to go on from an"
+            " earlier one, or use another --out"
+        ) from error
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:
