@@ -23,7 +23,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from compile_fsdp.runtime.dtensor import make_dtensor
+from compile_fsdp.runtime.dtensor import make_spec
 from compile_fsdp.runtime.layout import GlobalLayout, make_layout
 from compile_fsdp.runtime.placement import (
     Flat,
@@ -36,6 +36,7 @@ from compile_fsdp.runtime.placement import (
 )
 from compile_fsdp.runtime.redistribute import redistribute
 from compile_fsdp.runtime.streams import Lane
+from compile_fsdp.runtime.torch_internals import DTensorSpec, dtensor_over
 
 __all__ = ["DBuffer"]
 
@@ -94,6 +95,9 @@ class DBuffer:
             alignment=alignment,
         )
         self._check_layout()
+        # By tensor index; made when first asked for.
+        self._specs: dict[int, DTensorSpec] = {}
+        self._pieces: dict[int, tuple[int, int, tuple[int, ...]]] = {}
         self.segment = self._segment_on(self.shard_axes)
         self.device = _device(mesh, device, local)
         self.local = self._new_local() if local is None else self._checked(local)
@@ -165,7 +169,8 @@ class DBuffer:
         with torch.inference_mode(False), torch.no_grad():
             for index, tensor in enumerate(tensors):
                 if not tensor.is_meta:
-                    buffer._local_elements(index).copy_(buffer.part_of(index, tensor).reshape(-1))
+                    piece = buffer.get_local_tensor(index)
+                    piece.copy_(buffer.part_of(index, tensor).view(piece.shape))
         return buffer
 
     def part_of(self, index: int, full: torch.Tensor) -> torch.Tensor:
@@ -240,14 +245,8 @@ class DBuffer:
         Shape ``(n_rows, *shape[1:])``, so ``(0, *shape[1:])`` when it has none; a 0-D tensor is
         0-D where it lives and ``(0,)`` elsewhere. In a ``Flat`` layout, which cuts rows, 1-D.
         """
-        piece = self._local_elements(index)
-        shape = self.tensor_shapes[index]
-        if self._is_flat:
-            return piece if piece.numel() != math.prod(shape) else piece.view(shape)
-        if not shape:
-            return piece.view(()) if piece.numel() else piece
-        rows = self._rows(index)[self.shard_axes.segment]
-        return piece.view(rows, *shape[1:])
+        start, stop, shape = self._pieces.get(index) or self._piece(index)
+        return self.local[start:stop].view(shape)
 
     def get_dtensor(self, index: int) -> DTensor:
         """A DTensor over `get_local_tensor`, of the full shape and these placements.
@@ -258,7 +257,7 @@ class DBuffer:
             ValueError: The layout cuts rows (``Flat``) and the buffer is sharded.
         """
         with torch.inference_mode(False), torch.no_grad():
-            return self._as_dtensor(index, self.get_local_tensor(index))
+            return dtensor_over(self.get_local_tensor(index), self._spec(index))
 
     def shard_tensor(self, index: int, full: torch.Tensor) -> DTensor:
         """``full``, a full value of tensor ``index``, as a DTensor distributed like this buffer.
@@ -268,20 +267,22 @@ class DBuffer:
         """
         with torch.inference_mode(False), torch.no_grad():
             part = self.part_of(index, full).to(self.device, self.dtype, copy=True)
-            return self._as_dtensor(index, part.view(self.get_local_tensor(index).shape))
+            local = part.view(self.get_local_tensor(index).shape)
+            return dtensor_over(local, self._spec(index))
 
-    def _as_dtensor(self, index: int, local: torch.Tensor) -> DTensor:
-        shape = self.tensor_shapes[index]
-        if not self.shard_axes.axes:
-            return make_dtensor(local, self.mesh, self.placements, shape)
-        if not shape:
-            raise ValueError(
-                f"tensor {index} is 0-D: DTensor cannot shard it, having no dim 0. Give 0-D "
-                "tensors a buffer whose placements shard nothing"
-            )
-        return make_dtensor(
-            local, self.mesh, self.placements, shape, self._rows(index), self.shard_axes
-        )
+    def _spec(self, index: int) -> DTensorSpec:
+        spec = self._specs.get(index)
+        if spec is None:
+            shape = self.tensor_shapes[index]
+            if self.shard_axes.axes and not shape:
+                raise ValueError(
+                    f"tensor {index} is 0-D: DTensor cannot shard it, having no dim 0. Give 0-D "
+                    "tensors a buffer whose placements shard nothing"
+                )
+            rows = self._rows(index)
+            spec = make_spec(self.mesh, self.placements, shape, self.dtype, rows, self.shard_axes)
+            self._specs[index] = spec
+        return spec
 
     @property
     def has_storage(self) -> bool:
@@ -323,15 +324,22 @@ class DBuffer:
     def _elements(self, index: int) -> tuple[int, int]:
         return self.layout.elements(index, self.shard_axes.segment, self.shard_axes.num_shards)
 
-    def _local_elements(self, index: int) -> torch.Tensor:
+    def _piece(self, index: int) -> tuple[int, int, tuple[int, ...]]:
+        """``(start, stop)`` of tensor ``index`` in ``local``, and the shape of what is there."""
         first, last = self._elements(index)
-        start = self.layout.tensor_to_offset[index] + first - self.segment[0]
-        # An empty piece may have an offset outside of the segment.
-        return self.local[start : start + last - first] if first < last else self.local[:0]
-
-    @property
-    def _is_flat(self) -> bool:
-        return isinstance(strictest_shard(self.placements), Flat)
+        here, shape = last - first, self.tensor_shapes[index]
+        numel = math.prod(shape)
+        if 0 < numel == here:
+            held = shape
+        elif not shape or (numel and isinstance(strictest_shard(self.placements), Flat)):
+            held = (here,)
+        else:
+            segment, shards = self.shard_axes.segment, self.shard_axes.num_shards
+            held = (self.layout.rows(index, segment, shards)[1], *shape[1:])
+        # The offset of an empty piece may lie outside of the segment.
+        start = self.layout.tensor_to_offset[index] + first - self.segment[0] if here else 0
+        self._pieces[index] = (start, start + here, held)
+        return self._pieces[index]
 
     def like(self, placements: Sequence[Placement], local: torch.Tensor | None = None) -> DBuffer:
         """A buffer with this one's mesh, shapes, layout and device.

@@ -10,7 +10,7 @@ It overrides the private methods of ``Shard`` through which DTensor moves data a
 local shapes; they have been the same since torch 2.11. Only DTensors made here know their rows:
 what an operator returns (an optimizer's state; on torch 2.14 even ``detach()``) has a plain
 ``Shard(0)``. Its local values and its reductions are right, but its ``full_tensor()`` is not:
-make a DTensor with `make_dtensor` from its local tensor first.
+make a DTensor of its local tensor and the spec of one of ours first.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from collections.abc import Sequence
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import Placement, Shard
 
 from compile_fsdp.runtime.collectives import all_gather, reduce_scatter
 from compile_fsdp.runtime.placement import ShardAxes, segment_number
 from compile_fsdp.runtime.streams import make_lane
+from compile_fsdp.runtime.torch_internals import DTensorSpec, dtensor_spec
 
-__all__ = ["RowShard", "make_dtensor", "segment_number"]
+__all__ = ["RowShard", "make_spec", "segment_number"]
 
 
 class RowShard(Shard):
@@ -227,33 +228,30 @@ class RowShard(Shard):
         )
 
 
-def make_dtensor(
-    local: torch.Tensor,
+def make_spec(
     mesh: DeviceMesh,
     placements: Sequence[Placement],
     shape: Sequence[int],
-    rows: tuple[int, ...] = (),
-    axes: ShardAxes | None = None,
-) -> DTensor:
-    """A DTensor over this rank's rows of one tensor of a flat buffer. No communication.
+    dtype: torch.dtype,
+    rows: tuple[int, ...],
+    axes: ShardAxes,
+) -> DTensorSpec:
+    """The spec of the DTensors over one tensor of a flat buffer.
 
     Args:
-        local: This rank's rows, shape ``(n_rows, *shape[1:])``; aliased, not copied.
         mesh: The mesh of ``placements``.
         placements: One for each mesh axis.
-        shape: The tensor's full shape.
-        rows: Rows of each segment, when something is sharded.
-        axes: The shard axes of ``placements``, when there are any.
+        shape: The tensor's full shape; it is contiguous.
+        dtype: The tensor's.
+        rows: Rows of each segment.
+        axes: The shard axes of ``placements``.
     """
     exact: list[Placement] = list(placements)
-    if axes is not None:
-        for position, axis in enumerate(axes.axes):
-            exact[axis] = RowShard(rows, axes, position)
-    size = torch.Size(shape)
-    stride = tuple(
-        math.prod(max(length, 1) for length in size[dim + 1 :]) for dim in range(len(size))
-    )
-    return DTensor.from_local(local, mesh, exact, run_check=False, shape=size, stride=stride)
+    for position, axis in enumerate(axes.axes):
+        exact[axis] = RowShard(rows, axes, position)
+    lengths = [max(length, 1) for length in shape]
+    stride = [math.prod(lengths[dim + 1 :]) for dim in range(len(lengths))]
+    return dtensor_spec(mesh, exact, shape, stride, dtype)
 
 
 def _chunk(length: int, ranks: int, index: int) -> tuple[int, int]:

@@ -201,7 +201,7 @@ class _CudaLane(Lane):
             fn()
 
     def record_event(self) -> Event:
-        return _CudaEvent(self.stream.record_event())
+        return _CudaEvent(self.stream.record_event(), self.stream.device)
 
     def wait_event(self, event: Event) -> None:
         with torch.cuda.stream(self.stream):
@@ -215,11 +215,12 @@ class _CudaLane(Lane):
 
 
 class _CudaEvent(Event):
-    def __init__(self, event: torch.cuda.Event) -> None:
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
         self._event = event
+        self._device = device
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
+        torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
 class RecordingLane(Lane):

@@ -7,8 +7,13 @@ goes away there is one place to look.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
+from torch.distributed.tensor._dtensor_spec import TensorMeta
 
 
 def in_backward() -> bool:
@@ -39,3 +44,25 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     The engine's callback queue has no public name, although DDP and FSDP2 both depend on it.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def dtensor_spec(
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+) -> DTensorSpec:
+    """What a DTensor knows about itself, made once for all DTensors over one piece of a buffer.
+
+    ``DTensor.from_local`` makes a spec each time, inside of an autograd function, which takes
+    longer than everything else about binding a gradient; and it ignores the shape of a 0-D
+    tensor. FSDP2 depends on specs too.
+    """
+    meta = TensorMeta(torch.Size(shape), tuple(stride), dtype)
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+
+
+def dtensor_over(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """A DTensor over ``local``, which it aliases."""
+    return DTensor(local, spec, requires_grad=False)

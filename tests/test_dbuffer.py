@@ -14,7 +14,12 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from compile_fsdp.runtime.collectives import recorded
 from compile_fsdp.runtime.dbuffer import DBuffer
-from compile_fsdp.runtime.layout import GlobalLayout, packed_layout, padded_layout
+from compile_fsdp.runtime.layout import (
+    GlobalLayout,
+    packed_layout,
+    padded_layout,
+    tensor_atomic_layout,
+)
 from compile_fsdp.runtime.placement import (
     BlockAtomic,
     Flat,
@@ -47,10 +52,13 @@ def layout_of(kind: str, shards: int) -> GlobalLayout:
         return padded_layout(SHAPES, shards, alignment=4)
     if kind == "packed":
         return packed_layout(SHAPES, shards)
+    if kind == "owned":
+        owners = [(5 * index + 1) % shards for index in range(len(SHAPES))]
+        return tensor_atomic_layout(SHAPES, owners, shards)
     return packed_layout(SHAPES, shards, block=0)
 
 
-LAYOUTS = pytest.mark.parametrize("kind", ["padded", "aligned", "packed", "flat"])
+LAYOUTS = pytest.mark.parametrize("kind", ["padded", "aligned", "packed", "owned", "flat"])
 
 
 def all_placements(ndim: int, shard: Placement = S) -> Iterator[tuple[Placement, ...]]:
@@ -308,7 +316,9 @@ def test_views_alias() -> None:
     assert full.local.sum().item() == 28.0
     own_part_of_partial = DBuffer(mesh, [A], [(4, 2)], torch.float32).view([S])
     assert own_part_of_partial.segment == shard.segment
-    with pytest.raises(ValueError, match=r"view of axis 0 as R: it is S\(0\), and a view only narrows"):
+    with pytest.raises(
+        ValueError, match=r"view of axis 0 as R: it is S\(0\), and a view only narrows"
+    ):
         shard.view([R])
     half = full.cast(torch.bfloat16)
     assert (half.dtype, half.placements, half.layout) == (torch.bfloat16, (R,), full.layout)
