@@ -18,13 +18,12 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from compile_fsdp.runtime.parameter_group import FsdpParameter, FsdpParameterGroup, Phase
 from compile_fsdp.runtime.torch_internals import in_backward
 
 from .module import FsdpUnit
-from .torch_internals import never_compiled_alone
+from .torch_internals import flatten, never_compiled_alone, unflatten
 
 
 def install_hooks(module: nn.Module, unit: FsdpUnit) -> None:
@@ -83,7 +82,7 @@ def _watch_outputs(unit: FsdpUnit, output: Any) -> None:
         if entering:
             unit.context.prefetch_after(unit, Phase.BACKWARD)
 
-    for tensor in tree_flatten(output)[0]:
+    for tensor in flatten(output)[0]:
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
             tensor.register_hook(pre_backward)
 
@@ -91,7 +90,7 @@ def _watch_outputs(unit: FsdpUnit, output: Any) -> None:
 def _watch_inputs(
     unit: FsdpUnit, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    leaves, spec = tree_flatten((args, kwargs))
+    leaves, spec = flatten((args, kwargs))
     watched = [
         position
         for position, leaf in enumerate(leaves)
@@ -104,7 +103,7 @@ def _watch_inputs(
     )
     for position, tensor in zip(watched, passed, strict=True):
         leaves[position] = tensor
-    return cast(tuple[tuple[Any, ...], dict[str, Any]], tree_unflatten(leaves, spec))
+    return cast(tuple[tuple[Any, ...], dict[str, Any]], unflatten(leaves, spec))
 
 
 class _PostBackward(torch.autograd.Function):

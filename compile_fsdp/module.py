@@ -174,6 +174,18 @@ class ManagedParameters:
         finally:
             module._parameters.update(managed)
 
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        """As ``nn.Module`` does, with DTensors that know which rows each rank holds.
+
+        A detached DTensor forgets that on torch 2.14.
+        """
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
+        for name, slot in self._fsdp_slots.items():
+            if not keep_vars:
+                destination[prefix + name] = slot.group.main_weight.get_dtensor(slot.index)
+
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
     ) -> None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import FunctionType
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from torch import nn
 from torch._C._dynamo import eval_frame
+from torch.utils import _pytree
 
 _F = TypeVar("_F", bound=Callable[..., object])
 
@@ -29,6 +30,20 @@ def never_compiled_alone(function: _F) -> _F:
     strategy = eval_frame._FrameExecStrategy(skip, skip)
     eval_frame.set_code_exec_strategy(cast(FunctionType, function).__code__, strategy)
     return function
+
+
+def flatten(tree: object) -> tuple[list[Any], Any]:
+    """The leaves of a nest of containers, and what `unflatten` needs to build it again.
+
+    The inputs and outputs of a forward may be any nest, and users register containers of their own
+    with this module; torch has no public spelling for it.
+    """
+    return _pytree.tree_flatten(tree)
+
+
+def unflatten(leaves: list[Any], structure: Any) -> Any:
+    """The inverse of `flatten`."""
+    return _pytree.tree_unflatten(leaves, structure)
 
 
 def without_compile_wrapper(module: nn.Module) -> nn.Module:

@@ -91,11 +91,11 @@ class GroupFacts:
         label: short name for people.
         gather_bytes: size of the gathered flat buffer.
         reduce_bytes: size of the packed gradients that are reduced.
-        has_outer_axis: whether gradients are reduced over a second mesh axis as well.
+        finishes_later: whether the last microbatch has a reduction of its own (reduce_outer).
     """
 
     name: str
     label: str
     gather_bytes: int
     reduce_bytes: int
-    has_outer_axis: bool = False
+    finishes_later: bool = False

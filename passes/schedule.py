@@ -174,7 +174,7 @@ def _reduction_slots(
     ):
         inner = ReduceInner(anchor=own, group=reduction.group, indices=reduction.indices)
         yield _Slot(_REDUCE_INNER, inner)
-        if groups[reduction.group].has_outer_axis:
+        if groups[reduction.group].finishes_later:
             yield _Slot(_REDUCE_OUTER, ReduceOuter(anchor=following, group=reduction.group))
     names = tuple(reduction.group for reduction in reductions)
     yield _Slot(_LAST, WaitReductions(anchor=facts.end, groups=names))

@@ -119,7 +119,7 @@ def group_facts(groups: Mapping[str, GroupInfo]) -> dict[str, GroupFacts]:
             label=info.label,
             gather_bytes=info.full_bytes if info.gathers else 0,
             reduce_bytes=info.full_numel * info.grad_comm_dtype.itemsize,
-            has_outer_axis=len(info.mesh_shape) > 1,
+            finishes_later=info.finishes_later,
         )
         for name, info in groups.items()
     }

@@ -328,7 +328,7 @@ def _last_token(graph: _Rewritten, token: Node) -> Node:
     """What stands for a finished reduction: the outer one's token where there are two axes."""
     group = _group_of(token)
     outer = [user for user in token.users if is_call(user, REDUCE_OUTER) and user.args[0] is token]
-    wanted = 1 if len(graph.groups[group].mesh_shape) > 1 else 0
+    wanted = 1 if graph.groups[group].finishes_later else 0
     if len(outer) != wanted or any(_group_of(node) != group for node in outer):
         raise VerificationError(
             f"{token.name} of group {group!r} needs {wanted} outer reductions of its group, found "

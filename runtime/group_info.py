@@ -27,6 +27,8 @@ class GroupInfo:
         requires_grad: False for a frozen group.
         mesh_shape: sizes of the data-parallel mesh axes, dp_outer first.
         gathers: False when parameters are replicated and unsharding moves nothing.
+        finishes_later: the inner reduction leaves gradients partial over some axis; the last
+            microbatch finishes them (DDP and ZeRO-1, the outer axis of HSDP and HFSDP).
     """
 
     name: str
@@ -41,6 +43,7 @@ class GroupInfo:
     mesh_shape: tuple[int, ...]
     grad_comm_dtype: torch.dtype = torch.float32
     gathers: bool = True
+    finishes_later: bool = False
 
     @property
     def full_bytes(self) -> int:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from .dbuffer import DBuffer
 from .streams import Event, Lane
+from .torch_internals import zero_each
 
 
 class MainGradient:
@@ -33,6 +34,7 @@ class MainGradient:
     Attributes:
         buffer: the accumulator at the gradient placements.
         finished: its view at the optimizer's placements.
+        needs_outer: whether `finish` has anything to do.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class MainGradient:
         # What a group without gradients shows: the same buffers, without memory.
         self._unallocated = (self.buffer, self.finished)
         self.buffer.release_storage()
-        self._needs_outer = self.buffer.placements != self.finished.placements
+        self.needs_outer = self.buffer.placements != self.finished.placements
         self._stale = False
         self._carry: torch.Tensor | None = None
         self._outer_event: Event | None = None
@@ -94,8 +96,7 @@ class MainGradient:
 
         def take_in() -> None:
             with torch.inference_mode(False), torch.no_grad():
-                if restarted:
-                    torch._foreach_zero_(restarted)
+                zero_each(restarted)
                 if not begins:
                     target.add_(reduced.local, alpha=scale)
                 elif scale == 1.0:
@@ -121,7 +122,7 @@ class MainGradient:
         Binds ``.grad`` to the finished gradient. Nothing happens where the gradient placements
         leave nothing partial, or nothing is new.
         """
-        if not self._needs_outer or self._stale or self.buffer is self._unallocated[0]:
+        if not self.needs_outer or self._stale or self.buffer is self._unallocated[0]:
             return
         lane.wait_event(accumulated)
         finished, carry = self.finished, self._carry

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -57,3 +57,12 @@ class ResolvedPrecision:
     main_params_dtype: torch.dtype
     main_grads_dtype: torch.dtype
     grad_comm_dtype: torch.dtype
+
+    def frozen(self, dtype: torch.dtype) -> ResolvedPrecision:
+        """The dtypes of a group that nothing updates: the main weight is the model weight."""
+        return replace(self, main_params_dtype=dtype)
+
+    def smallest_itemsize(self, dtype: torch.dtype) -> int:
+        """Bytes of an element of the narrowest buffer, the compute weights' ``dtype`` included."""
+        dtypes = (dtype, self.main_params_dtype, self.main_grads_dtype, self.grad_comm_dtype)
+        return min(each.itemsize for each in dtypes)

@@ -1,15 +1,11 @@
 """FsdpParameterGroup: parameters that are gathered, released and reduced together.
 
-One group owns up to four flat buffers with one layout::
+A group is its weights (`GroupWeights`), its gradients (`MainGradient`) and the count of those
+who hold it unsharded. It does not know who asks: the eager hooks and the compiled graphs drive
+it through the same few methods::
 
-    main_weight    what the optimizer updates       placements.optimizer   main_params_dtype
-    model_weight   what compute gathers             placements.parameter   parameter dtype
-    full           the gathered model weight        replicated             parameter dtype
-    main_grad      where gradients accumulate       placements.gradient    main_grads_dtype
-
-``main_weight`` and ``model_weight`` share storage wherever dtype allows; ``full`` has storage
-only while somebody holds the group unsharded. The group does not know who asks: the eager hooks
-and the compiled graphs drive it through the same few methods.
+    acquire ... wait_for_unshard ... (compute) ... drop          holds are counted
+    reduce_gradients ... reduce_outer_gradients                  .grad is bound at once
 """
 
 from __future__ import annotations
@@ -22,18 +18,25 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import Partial, Placement
 
 from .context import GroupContext
 from .dbuffer import DBuffer
 from .group_info import GroupInfo
-from .layout import GlobalLayout, padded_layout
-from .main_gradient import MainGradient, redistribute_stepwise
+from .layout import make_layout
+from .main_gradient import MainGradient
 from .mixed_precision import MixedPrecisionPolicy, ResolvedPrecision
-from .placement import ShardLayout
+from .placement import ShardLayout, TensorAtomic, strictest_shard
 from .registry import registry
-from .streams import Event
-from .torch_internals import in_backward, will_accumulate
+from .streams import Event, Lane
+from .torch_internals import (
+    copy_each,
+    dtensor_parameter,
+    in_backward,
+    will_accumulate,
+    zero_each,
+)
+from .weights import GroupWeights, shard_count
 
 _CONTAINING_PARAMETER_GROUP_ATTR = "_mfsdp_parameter_group"
 
@@ -100,11 +103,13 @@ class FsdpParameterGroup:
         grad_scale: factor on every gradient contribution (expert parallelism: a rank's experts
             already saw ``ep_size`` ranks' tokens).
         use_symmetric_memory: stage communication in symmetric memory; not available yet.
-        parameter_to_owner: for ``TensorAtomic`` layouts; not available yet.
-        shard_layout: ``PADDED`` gives every rank a segment of the same size.
+        parameter_to_owner: for ``TensorAtomic`` placements: the rank that holds each parameter.
+        shard_layout: ``PADDED`` gives every rank a segment of the same size, ``PACKED`` has no
+            padding and segments that differ.
 
     Raises:
-        ValueError: no parameter, or parameters that differ in dtype or requires_grad.
+        ValueError: no parameter, parameters that differ in dtype or requires_grad, or a parameter
+            without an owner under ``TensorAtomic``.
         NotImplementedError: a feature of the signature that is not available yet.
     """
 
@@ -122,7 +127,10 @@ class FsdpParameterGroup:
         parameter_to_owner: Mapping[nn.Parameter, int] | None = None,
         shard_layout: ShardLayout = ShardLayout.PADDED,
     ) -> None:
-        _refuse_unavailable(use_symmetric_memory, parameter_to_owner, shard_layout)
+        if use_symmetric_memory:
+            raise NotImplementedError(
+                "use_symm_mem=True is not available yet; pass use_symm_mem=False (the default)"
+            )
         originals = _unique_parameters(fqn_to_parameter)
         first = next(iter(originals))
         precision = mixed_precision_policy.resolve(first.dtype)
@@ -140,88 +148,50 @@ class FsdpParameterGroup:
         # may be followed by a step that nobody tells us of.
         self.syncs_with_optimizer = False
 
-        frozen = not self.requires_grad
-        main_placements = model_weight_placements if frozen else main_weight_placements
-        main_dtype = self.dtype if frozen else precision.main_params_dtype
-        self._create_weights(
-            list(originals), model_weight_placements, main_placements, main_dtype, precision
+        if not self.requires_grad:
+            # Nothing updates a frozen weight: its main weight is its model weight.
+            main_grad_placements = main_weight_placements = model_weight_placements
+            precision = precision.frozen(self.dtype)
+        placements = (*model_weight_placements, *main_grad_placements, *main_weight_placements)
+        self.layout = make_layout(
+            [tuple(original.shape) for original in originals],
+            shard_count(mesh, main_weight_placements),
+            shard=strictest_shard(placements),
+            shard_layout=shard_layout,
+            owners=_owners(originals, placements, parameter_to_owner),
+            alignment=max(1, ALIGNMENT_BYTES // precision.smallest_itemsize(self.dtype)),
+        )
+        self._weights = GroupWeights(
+            [original.detach() for original in originals],
+            mesh,
+            self.layout,
+            model_weight_placements,
+            main_weight_placements,
+            self.dtype,
+            precision.main_params_dtype,
+            self.device,
         )
         self.flat_leaf = nn.Parameter(self.model_weight.local, requires_grad=self.requires_grad)
         self.parameters = tuple(
             self._bind_parameter(index, original, tuple(fqns))
             for index, (original, fqns) in enumerate(originals.items())
         )
-        if self._gathers:
+        if self._weights.gathers:
             # Not before: a view cannot be made of released memory.
-            self._full.release_storage()
+            self._weights.full.release_storage()
         self._gradient = (
-            None
-            if frozen
-            else self._create_gradient(main_grad_placements, main_placements, precision)
+            self._create_gradient(main_grad_placements, main_weight_placements, precision)
+            if self.requires_grad
+            else None
         )
 
         self._holders = 0
-        self._unsharded = not self._gathers
+        self._unsharded = not self._weights.gathers
         self._ready: Event | None = None
         self._ready_for: dict[Phase, Event] = {}
-        self._model_weight_stale = False
         self._maybe_stepped = True
 
     # Construction ------------------------------------------------------------------------------
-
-    def _create_weights(
-        self,
-        originals: list[nn.Parameter],
-        model_placements: Sequence[Placement],
-        main_placements: Sequence[Placement],
-        main_dtype: torch.dtype,
-        precision: ResolvedPrecision,
-    ) -> None:
-        smallest = min(
-            dtype.itemsize for dtype in (self.dtype, precision.main_grads_dtype, main_dtype)
-        )
-        self.layout: GlobalLayout = padded_layout(
-            [tuple(original.shape) for original in originals],
-            _shard_count(self.mesh, main_placements),
-            alignment=max(1, ALIGNMENT_BYTES // smallest),
-        )
-        self.model_weight = DBuffer.distribute_tensors(
-            [original.detach() for original in originals],
-            self.mesh,
-            model_placements,
-            dtype=self.dtype,
-            device=self.device,
-            layout=self.layout,
-        )
-        self.post_optimizer_model_weight = self.model_weight.view(main_placements)
-        if main_dtype != self.dtype:
-            # From the originals, not from the cast model weight: nothing of an initial value
-            # that is representable in the main dtype is lost.
-            self.main_weight = DBuffer.distribute_tensors(
-                [original.detach() for original in originals],
-                self.mesh,
-                main_placements,
-                dtype=main_dtype,
-                device=self.device,
-                layout=self.layout,
-            )
-        elif tuple(main_placements) == tuple(model_placements):
-            self.main_weight = self.model_weight
-        else:
-            self.main_weight = self.post_optimizer_model_weight
-        replicated = [Replicate()] * self.mesh.ndim
-        self._gathers = _shard_count(self.mesh, model_placements) > 1
-        if self._gathers:
-            self._full = self._new_buffer(replicated, self.dtype)
-        else:
-            # Nothing to gather: the model weight is the full parameter, also in a world of one.
-            self._full = DBuffer.from_local(
-                self.model_weight.local,
-                self.mesh,
-                replicated,
-                self.layout.tensor_shapes,
-                layout=self.layout,
-            )
 
     def _create_gradient(
         self,
@@ -253,20 +223,42 @@ class FsdpParameterGroup:
     ) -> FsdpParameter:
         """Make the sharded and the unsharded form of one parameter, with the user's attributes."""
         attributes = dict(original.__dict__)
-        full_view = self._full.get_local_tensor(index)
+        full_view = self._weights.full.get_local_tensor(index)
         if original.device.type == "meta" or original.device != full_view.device:
             unsharded = nn.Parameter(full_view, requires_grad=original.requires_grad)
             unsharded.__dict__.update(attributes)
         else:
             unsharded = original
             unsharded.data = full_view
-        sharded = nn.Parameter(
+        sharded = dtensor_parameter(
             self.main_weight.get_dtensor(index), requires_grad=original.requires_grad
         )
         sharded.__dict__.update(attributes)
         for parameter in (sharded, unsharded):
             setattr(parameter, _CONTAINING_PARAMETER_GROUP_ATTR, weakref.ref(self))
         return FsdpParameter(fqns, sharded, unsharded)
+
+    # Buffers -----------------------------------------------------------------------------------
+
+    @property
+    def main_weight(self) -> DBuffer:
+        """What the optimizer updates. It *is* ``model_weight`` when dtype and placements agree."""
+        return self._weights.main
+
+    @property
+    def model_weight(self) -> DBuffer:
+        """The compute copy, at the parameter placements."""
+        return self._weights.model
+
+    @property
+    def post_optimizer_model_weight(self) -> DBuffer:
+        """The view of ``model_weight`` at the optimizer's placements: what a step writes."""
+        return self._weights.post_optimizer
+
+    @property
+    def full_local_tensor(self) -> torch.Tensor:
+        """The gathered flat buffer, 1-D, ``info.full_numel`` elements of the compute dtype."""
+        return self._weights.full.local
 
     @property
     def main_grad(self) -> DBuffer | None:
@@ -330,7 +322,8 @@ class FsdpParameterGroup:
             requires_grad=self.requires_grad,
             mesh_shape=tuple(self.mesh.shape),
             grad_comm_dtype=self.grad_comm_dtype,
-            gathers=self._gathers,
+            gathers=self._weights.gathers,
+            finishes_later=self._gradient is not None and self._gradient.needs_outer,
         )
 
     # Main weight -> model weight ---------------------------------------------------------------
@@ -341,29 +334,19 @@ class FsdpParameterGroup:
         Only the optimizer's view of the model weight is written. Where the model weight is wider
         (ZeRO-1, ZeRO-2, HFSDP) it is stale until the next unshard redistributes it.
         """
-        if self.main_weight.local.data_ptr() != self.post_optimizer_model_weight.local.data_ptr():
-            self.post_optimizer_model_weight.local.copy_(self.main_weight.local)
-        self._model_weight_stale = (
-            self.post_optimizer_model_weight.placements != self.model_weight.placements
-        )
+        with torch.inference_mode(False), torch.no_grad():
+            self._weights.follow_main()
         self._maybe_stepped = False
 
-    def _refresh_model_weight(self) -> bool:
+    def _refresh_model_weight(self, lane: Lane) -> bool:
         """Bring the model weight up to date; True if the gather lane is still writing it."""
-        lane = self.context.lanes.gather
         if self._maybe_stepped:
             self.sync_model_weight_from_main_weight()
             lane.wait_current()
-        if not self._model_weight_stale:
-            return False
-        lane.wait_current()
-        redistribute_stepwise(
-            self.post_optimizer_model_weight, self.model_weight, lane, label=self.label
-        )
-        self._model_weight_stale = False
-        if not self._gathers:
+        refreshing = self._weights.redistribute(lane, self.label)
+        if refreshing and not self._weights.gathers:
             self._ready = lane.record_event()
-        return True
+        return refreshing
 
     # Unshard and reshard -----------------------------------------------------------------------
 
@@ -372,11 +355,6 @@ class FsdpParameterGroup:
         """Whether the full parameters have storage (a gather may still be in flight)."""
         return self._unsharded
 
-    @property
-    def full_local_tensor(self) -> torch.Tensor:
-        """The gathered flat buffer, 1-D, ``info.full_numel`` elements of the compute dtype."""
-        return self._full.local
-
     def unshard_parameters(self, phase: Phase | None = None) -> None:
         """Start gathering the full parameters on the gather lane; idempotent while unsharded.
 
@@ -384,14 +362,10 @@ class FsdpParameterGroup:
         behind the gather. ``phase`` names what the ready event is recorded for.
         """
         with torch.inference_mode(False), torch.no_grad():
-            refreshing = self._refresh_model_weight()
+            lane = self.context.lanes.gather
+            refreshing = self._refresh_model_weight(lane)
             if not self._unsharded:
-                lane = self.context.lanes.gather
-                with lane.allocating():
-                    self._full.reallocate_storage()
-                redistribute_stepwise(
-                    self.model_weight, self._full, lane, depends=refreshing, label=self.label
-                )
+                self._weights.gather(lane, self.label, depends=refreshing)
                 self._unsharded = True
                 self._ready = lane.record_event()
         if phase is not None and self._ready is not None:
@@ -415,7 +389,7 @@ class FsdpParameterGroup:
     def reshard_parameters(self) -> None:
         """Return to shards: the full parameters lose their storage, whoever holds them."""
         self._holders = 0
-        if self._unsharded and self._gathers:
+        if self._unsharded and self._weights.gathers:
             self.release_unsharded_storage()
 
     def release_unsharded_storage(self, *, rowwise_only: bool = False) -> None:
@@ -425,15 +399,12 @@ class FsdpParameterGroup:
         unshard. ``rowwise_only`` is for quantised groups, which have planes to tell apart; here
         there is one plane, and it keeps its storage.
         """
-        if rowwise_only or not self._gathers:
+        if rowwise_only or not self._weights.gathers:
             return
-        lane = self.context.lanes.gather
         if self._ready is not None:
             # A gather may be in flight into this very storage.
             self._ready.wait()
-        lane.wait_current()
-        with lane.allocating():
-            self._full.release_storage()
+        self._weights.release(self.context.lanes.gather)
         self._unsharded = False
         self._ready = None
         self._ready_for.clear()
@@ -473,7 +444,7 @@ class FsdpParameterGroup:
         self.acquire()
         try:
             self.wait_for_unshard()
-            return self._full.get_local_tensor(index).clone()
+            return self._weights.full.get_local_tensor(index).clone()
         finally:
             self.drop()
 
@@ -516,13 +487,8 @@ class FsdpParameterGroup:
         targets = [partial.get_local_tensor(index) for index in range(len(self.parameters))]
         present = [index for index in range(len(targets)) if index in gradients]
         absent = [targets[index] for index in range(len(targets)) if index not in gradients]
-        if present:
-            torch._foreach_copy_(
-                [targets[index] for index in present],
-                [gradients[index] for index in present],
-            )
-        if absent:
-            torch._foreach_zero_(absent)
+        copy_each([targets[index] for index in present], [gradients[index] for index in present])
+        zero_each(absent)
 
     def reduce_gradients(self, gradients: Mapping[int, torch.Tensor] | None = None) -> None:
         """Pack gradients and start their inner reduction.
@@ -587,23 +553,28 @@ class FsdpParameterGroup:
             self._gradient.release_if_unused()
 
 
-def _refuse_unavailable(
-    use_symmetric_memory: bool,
+def _owners(
+    originals: Mapping[nn.Parameter, Sequence[str]],
+    placements: Sequence[Placement],
     parameter_to_owner: Mapping[nn.Parameter, int] | None,
-    shard_layout: ShardLayout,
-) -> None:
-    if use_symmetric_memory:
-        raise NotImplementedError(
-            "use_symm_mem=True is not available yet; pass use_symm_mem=False (the default)"
-        )
-    if parameter_to_owner is not None:
-        raise NotImplementedError(
-            "parameter_to_owner (TensorAtomic layouts) is not available yet; leave it None"
-        )
-    if shard_layout is not ShardLayout.PADDED:
-        raise NotImplementedError(
-            f"shard_layout={shard_layout} is not available yet; use ShardLayout.PADDED"
-        )
+) -> list[int] | None:
+    """The rank that holds each tensor whole, where the placements ask for that.
+
+    Raises:
+        ValueError: a tensor has no owner.
+    """
+    if not isinstance(strictest_shard(placements), TensorAtomic):
+        return None
+    owners = []
+    for original, fqns in originals.items():
+        owner = None if parameter_to_owner is None else parameter_to_owner.get(original)
+        if owner is None:
+            raise ValueError(
+                f"TensorAtomic keeps every parameter whole on one rank, but parameter {fqns[0]!r} "
+                "has no owner; pass parameter_to_owner={parameter: rank, ...} with all of them"
+            )
+        owners.append(owner)
+    return owners
 
 
 def _unique_parameters(
@@ -639,11 +610,3 @@ def _mesh_device(mesh: DeviceMesh) -> torch.device:
         return torch.device("cpu")
     index = getattr(torch, mesh.device_type).current_device()
     return torch.device(mesh.device_type, index)
-
-
-def _shard_count(mesh: DeviceMesh, placements: Sequence[Placement]) -> int:
-    count = 1
-    for axis, placement in enumerate(placements):
-        if isinstance(placement, Shard):
-            count *= mesh.size(axis)
-    return count

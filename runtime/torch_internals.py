@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
@@ -66,3 +67,29 @@ def dtensor_spec(
 def dtensor_over(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """A DTensor over ``local``, which it aliases."""
     return DTensor(local, spec, requires_grad=False)
+
+
+def dtensor_parameter(dtensor: DTensor, *, requires_grad: bool) -> nn.Parameter:
+    """A Parameter that is ``dtensor``, placements included.
+
+    ``nn.Parameter`` detaches, and on torch 2.14 a detached DTensor has plain placements: the rows
+    of each rank would be forgotten, and ``full_tensor()`` would be wrong without an error.
+    """
+    parameter = nn.Parameter(dtensor, requires_grad=requires_grad)
+    parameter._spec = dtensor._spec  # type: ignore[attr-defined]
+    return parameter
+
+
+def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """``target.copy_(source)`` for each pair, in one call.
+
+    torch's optimizers and its gradient clipping use the foreach operators; none has a public name.
+    """
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources))
+
+
+def zero_each(tensors: Sequence[torch.Tensor]) -> None:
+    """``tensor.zero_()`` for each, in one call (see `copy_each`)."""
+    if tensors:
+        torch._foreach_zero_(list(tensors))

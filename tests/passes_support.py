@@ -80,6 +80,7 @@ class StubGroup:
             grad_comm_dtype=dtype,
             requires_grad=requires_grad,
             mesh_shape=mesh_shape,
+            finishes_later=len(mesh_shape) > 1,
         )
         self.shard = torch.zeros(self.info.local_numel, dtype=dtype, requires_grad=requires_grad)
         self.context = StubContext()

@@ -15,7 +15,8 @@ import compile_fsdp.runtime.parameter_group as parameter_group
 from compile_fsdp import (
     FsdpModule,
     MixedPrecisionPolicy,
-    ShardLayout,
+    Placements,
+    TensorAtomic,
     fully_shard,
     fully_shard_optimizer,
 )
@@ -79,8 +80,9 @@ def test_wrong_arguments_are_refused_and_change_nothing() -> None:
         fully_shard(3, mesh)
     with pytest.raises(NotImplementedError, match="use_symm_mem=True is not available"):
         fully_shard(model, mesh, use_symm_mem=True)
-    with pytest.raises(NotImplementedError, match="PACKED"):
-        fully_shard(model, mesh, shard_layout=ShardLayout.PACKED)
+    atomic = Placements(("dp",), *[(TensorAtomic(),)] * 3)
+    with pytest.raises(ValueError, match="'weight' has no owner; pass parameter_to_owner"):
+        fully_shard(model, mesh, atomic)
     with pytest.raises(TypeError, match="main_params_dtype must be None or a floating-point"):
         MixedPrecisionPolicy(main_params_dtype=torch.int32)
     assert dict(model.named_parameters()) == before

@@ -245,7 +245,7 @@ def test_only_parameters_with_a_gradient_are_reduced() -> None:
 
 
 def test_the_outer_reduction_goes_along_with_the_next_inner_one() -> None:
-    outer = [replace(each, has_outer_axis=True) for each in (A, B)]
+    outer = [replace(each, finishes_later=True) for each in (A, B)]
     schedule = backward(
         "tangents input\nd_a is a.0'\nd_b is b.0'\nd_c is c.0'\nd_x",
         *outer,
@@ -266,7 +266,7 @@ backward: 3 reduce (24.0 KiB)
 
 
 def test_the_last_outer_reduction_is_issued_at_the_end() -> None:
-    schedule = backward("tangents input\nd_a is a.0'", replace(A, has_outer_axis=True))
+    schedule = backward("tangents input\nd_a is a.0'", replace(A, finishes_later=True))
     assert sequence(schedule) == "reduce_inner a, reduce_outer a, wait_reductions a"
     outer = schedule.steps[1]
     assert isinstance(outer, ReduceOuter) and outer.anchor == schedule.facts.end

@@ -60,7 +60,7 @@ def graphs(draw: st.DrawFn) -> tuple[GraphFacts, dict[str, GroupFacts]]:
         )
     ]
     groups = {
-        label: GroupFacts(label, label, 1, 1, has_outer_axis=draw(st.booleans()))
+        label: GroupFacts(label, label, 1, 1, finishes_later=draw(st.booleans()))
         for label in draw(st.permutations(LABELS))
     }
     return (
@@ -106,7 +106,7 @@ def test_every_gradient_is_there_when_it_is_reduced(
         step = planned.steps[number_of(planned, ReduceInner, use.group)]
         assert isinstance(step, ReduceInner)
         assert use.position < step.anchor and use.index in step.indices
-        if groups[use.group].has_outer_axis:
+        if groups[use.group].finishes_later:
             inner = number_of(planned, ReduceInner, use.group)
             assert inner < number_of(planned, ReduceOuter, use.group)
 

@@ -1,0 +1,126 @@
+"""GroupWeights: the weight buffers of one parameter group, and how one follows another.
+
+    main          what the optimizer updates     optimizer's placements    main dtype
+      | cast, after a step
+    post_optimizer  its part of the model weight optimizer's placements    compute dtype
+      | redistribute, where the model weight is wider
+    model         what compute gathers           parameter placements      compute dtype
+      | all-gather
+    full          the gathered model weight      replicated                compute dtype
+
+Buffers that would hold the same values are the same memory: with equal dtypes ``main`` is
+``post_optimizer``, with equal placements as well it is ``model``, and where nothing is sharded
+``full`` is ``model``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from .dbuffer import DBuffer
+from .layout import GlobalLayout
+from .main_gradient import redistribute_stepwise
+from .streams import Lane
+
+
+class GroupWeights:
+    """Main, model and full weights of tensors that share one layout.
+
+    Args:
+        tensors: initial full values, equal on every rank; meta tensors give shapes only.
+        mesh: the data-parallel mesh.
+        layout: the layout all buffers share.
+        model_placements, main_placements: for each mesh axis.
+        dtype: of the model weight.
+        main_dtype: of the main weight.
+        device: where the buffers live.
+
+    Attributes:
+        gathers: False where ``full`` is ``model``: nothing is sharded, or there is one rank.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        mesh: DeviceMesh,
+        layout: GlobalLayout,
+        model_placements: Sequence[Placement],
+        main_placements: Sequence[Placement],
+        dtype: torch.dtype,
+        main_dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        def distribute(placements: Sequence[Placement], dtype: torch.dtype) -> DBuffer:
+            return DBuffer.distribute_tensors(
+                tensors, mesh, placements, dtype=dtype, device=device, layout=layout
+            )
+
+        self.model = distribute(model_placements, dtype)
+        self.post_optimizer = self.model.view(main_placements)
+        if main_dtype != dtype:
+            # From the tensors, not from the model weight: nothing of an initial value that the
+            # main dtype can hold is lost.
+            self.main = distribute(main_placements, main_dtype)
+        elif self.post_optimizer.placements == self.model.placements:
+            self.main = self.model
+        else:
+            self.main = self.post_optimizer
+        self.gathers = shard_count(mesh, model_placements) > 1
+        self.full = self._make_full(mesh, layout)
+        self._redistribution_due = False
+
+    def _make_full(self, mesh: DeviceMesh, layout: GlobalLayout) -> DBuffer:
+        replicated = [Replicate()] * mesh.ndim
+        shapes = layout.tensor_shapes
+        if self.gathers:
+            return DBuffer(
+                mesh, replicated, shapes, self.model.dtype, self.model.device, layout=layout
+            )
+        return DBuffer.from_local(self.model.local, mesh, replicated, shapes, layout=layout)
+
+    def follow_main(self) -> None:
+        """Write the main weight into its part of the model weight.
+
+        Where the model weight is wider (ZeRO-1, ZeRO-2, HFSDP) the rest of it is stale until
+        `redistribute`.
+        """
+        if self.main is not self.model and self.main is not self.post_optimizer:
+            self.post_optimizer.local.copy_(self.main.local)
+        self._redistribution_due = self.post_optimizer.placements != self.model.placements
+
+    def redistribute(self, lane: Lane, label: str) -> bool:
+        """Bring a stale model weight up to date on ``lane``; False if it was not stale."""
+        if not self._redistribution_due:
+            return False
+        lane.wait_current()
+        redistribute_stepwise(self.post_optimizer, self.model, lane, label=label)
+        self._redistribution_due = False
+        return True
+
+    def gather(self, lane: Lane, label: str, *, depends: bool) -> None:
+        """Give ``full`` memory and start gathering into it on ``lane``.
+
+        ``depends``: something still on the lane writes the model weight.
+        """
+        with lane.allocating():
+            self.full.reallocate_storage()
+        redistribute_stepwise(self.model, self.full, lane, depends=depends, label=label)
+
+    def release(self, lane: Lane) -> None:
+        """Take the memory of ``full`` away, after what compute has issued so far."""
+        lane.wait_current()
+        with lane.allocating():
+            self.full.release_storage()
+
+
+def shard_count(mesh: DeviceMesh, placements: Sequence[Placement]) -> int:
+    """Into how many parts ``placements`` cut a buffer."""
+    count = 1
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            count *= mesh.size(axis)
+    return count
