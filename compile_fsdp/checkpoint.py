@@ -143,9 +143,10 @@ def _what_to_save(
 ) -> tuple[CheckpointFolder, dict[str, Piece | Value]]:
     _check_types(model, optimizer)
     folder = CheckpointFolder(dir)
-    entries = ModelState(model).entries()
+    model_state = ModelState(model)
+    entries = model_state.entries()
     if optimizer is not None:
-        entries.update(OptimizerState(model, optimizer).entries())
+        entries.update(OptimizerState(model, optimizer, model_state.locator).entries())
     return folder, entries
 
 
@@ -186,7 +187,7 @@ def _plan_load(
         check_sizes(folder, metadata)
     optimizer_state = None
     if optimizer is not None:
-        optimizer_state = OptimizerState(model, optimizer)
+        optimizer_state = OptimizerState(model, optimizer, model_state.locator)
         if DESCRIPTION not in metadata.state_dict_metadata:
             raise ValueError(
                 f"{folder} has no optimizer state: expected {DESCRIPTION!r}, found the model "

@@ -13,7 +13,7 @@ rows, here and in total, is cut like the parameter. How each entry was held is w
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypedDict
 
 import torch
@@ -23,11 +23,11 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
     TensorStorageMetadata,
 )
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from compile_fsdp.runtime.parameter_group import get_containing_parameter_group
 
-from .checkpoint_planner import Piece, Value, exact_placements, piece_of
+from .checkpoint_planner import Locator, Piece, Value
 from .checkpoint_state import DESCRIPTION, clean_fqn, state_key
 
 _FORMAT = 1
@@ -62,22 +62,27 @@ class Description(TypedDict):
 class OptimizerState:
     """The state and the options of ``optimizer``, whose parameters are ``model``'s.
 
+    ``locator`` finds this rank's part of them.
+
     Raises:
         ValueError: a parameter of the optimizer is not one of the model's.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, locator: Locator
+    ) -> None:
         self._optimizer = optimizer
         names = {id(each): clean_fqn(name) for name, each in model.named_parameters()}
-        self._parameters: dict[str, nn.Parameter] = {}
+        self._owners: dict[str, _Owner] = {}
         self._groups: list[list[str]] = []
         for number, group in enumerate(optimizer.param_groups):
             for position, parameter in enumerate(group["params"]):
                 if id(parameter) not in names:
                     raise _foreign_parameter(parameter, number, position)
-                self._parameters[names[id(parameter)]] = parameter
+                self._owners[names[id(parameter)]] = _Owner(parameter, group, locator)
             self._groups.append([names[id(parameter)] for parameter in group["params"]])
         self._loaded: dict[str, dict[str, tuple[Held, Piece | Value]]] = {}
+        self._saved_dtypes: dict[str, torch.dtype] = {}
         self._options: list[dict[str, Any]] = []
         self._restored: dict[str, dict[str, Any]] = {}
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -90,20 +95,21 @@ class OptimizerState:
         Raises:
             ValueError: some state cannot be cut anew for another number of ranks.
         """
-        known = {id(parameter) for parameter in self._parameters.values()}
-        for key in self._optimizer.state:
-            if id(key) not in known:
+        known = {id(owner.parameter) for owner in self._owners.values()}
+        for holder in self._optimizer.state:
+            if id(holder) not in known:
+                kind = type(holder).__name__
                 raise ValueError(
-                    f"the optimizer has state under {type(key).__name__} {key!r:.60}: expected "
-                    "state of its parameters only; save that by other means"
+                    f"the optimizer has state under {kind} {holder!r:.60}: expected state of its "
+                    "parameters only; save that by other means"
                 )
         entries: dict[str, Piece | Value] = {}
         states: dict[str, dict[str, str]] = {}
-        for fqn, parameter in self._parameters.items():
-            for name, value in self._optimizer.state.get(parameter, {}).items():
-                held, entry = _entry(fqn, name, value, parameter)
+        for fqn, owner in self._owners.items():
+            for name, value in self._optimizer.state.get(owner.parameter, {}).items():
+                key = state_key(fqn, name)
+                held, entries[key] = owner.entry(key, value)
                 states.setdefault(fqn, {})[name] = held.value
-                entries[state_key(fqn, name)] = entry
         description = Description(
             format=_FORMAT,
             optimizer=type(self._optimizer).__name__,
@@ -139,16 +145,15 @@ class OptimizerState:
                     )
                 entry: Piece | Value = Value(None)
                 if isinstance(found, TensorStorageMetadata):
-                    entry = _temporary(found, held, self._parameters[fqn])
+                    entry = self._owners[fqn].temporary(found, held)
                 self._loaded[fqn][name] = held, entry
+            parameter = saved[fqn]
+            assert isinstance(parameter, TensorStorageMetadata)
+            self._saved_dtypes[fqn] = parameter.properties.dtype
         self._options = [
             {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
             for group in description["param_groups"]
         ]
-        self._saved_dtypes = {
-            fqn: saved[fqn].properties.dtype  # type: ignore[union-attr]
-            for fqn in self._parameters
-        }
         return {
             state_key(fqn, name): entry
             for fqn, states in self._loaded.items()
@@ -171,13 +176,13 @@ class OptimizerState:
         with torch.inference_mode(False), torch.no_grad():
             for target, source in self._copies:
                 target.copy_(source)
-            for fqn, parameter in self._parameters.items():
+            for fqn, owner in self._owners.items():
                 if fqn in self._restored:
-                    state = self._optimizer.state[parameter]
+                    state = self._optimizer.state[owner.parameter]
                     state.clear()
                     state.update(self._restored[fqn])
                 else:
-                    self._optimizer.state.pop(parameter, None)
+                    self._optimizer.state.pop(owner.parameter, None)
             for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
                 for name, value in options.items():
                     _set_option(group, name, value)
@@ -223,12 +228,12 @@ class OptimizerState:
 
     def _tensor(self, fqn: str, name: str, held: Held, loaded: Piece) -> torch.Tensor:
         """The state tensor to have after `commit`: the present one where it fits, or a new one."""
-        parameter = self._parameters[fqn]
-        wraps = held is Held.LIKE_PARAMETER and isinstance(parameter, DTensor)
+        owner = self._owners[fqn]
+        wraps = held is Held.LIKE_PARAMETER and isinstance(owner.parameter, DTensor)
         dtype = loaded.local.dtype
         if held is not Held.REPLICATED and dtype == self._saved_dtypes[fqn]:
-            dtype = parameter.dtype
-        present = self._optimizer.state.get(parameter, {}).get(name)
+            dtype = owner.parameter.dtype
+        present = self._optimizer.state.get(owner.parameter, {}).get(name)
         if isinstance(present, torch.Tensor) and isinstance(present, DTensor) == wraps:
             local = present.to_local() if isinstance(present, DTensor) else present
             if (
@@ -238,19 +243,98 @@ class OptimizerState:
             ):
                 self._copies.append((local, loaded.local))
                 return present
-        device = _local(parameter).device
-        if name == "step" and not self._steps_on_device(parameter):
+        device = owner.piece.local.device
+        if name == "step" and not (owner.group.get("fused") or owner.group.get("capturable")):
+            # Where torch's optimizers want it.
             device = torch.device("cpu")
         local = loaded.local.to(device, dtype)
-        return _like_parameter(local, loaded.shape, parameter) if wraps else local
+        return owner.like_parameter(local, loaded.shape) if wraps else local
 
-    def _steps_on_device(self, parameter: nn.Parameter) -> bool:
-        """Whether torch's optimizers want the step count beside this parameter."""
-        return any(
-            group.get("fused") or group.get("capturable")
-            for group in self._optimizer.param_groups
-            if any(each is parameter for each in group["params"])
+
+class _Owner:
+    """A parameter of the optimizer, and how tensors in its state are cut.
+
+    Attributes:
+        parameter: as the optimizer has it.
+        group: its parameter group in the optimizer.
+        piece: what this rank holds of it.
+    """
+
+    def __init__(self, parameter: nn.Parameter, group: Mapping[str, Any], locator: Locator) -> None:
+        self.parameter = parameter
+        self.group = group
+        self.piece = locator.piece_of(parameter)
+        self._locator = locator
+
+    def entry(self, key: str, value: object) -> tuple[Held, Piece | Value]:
+        """How the state ``value`` is held, and what to save of it.
+
+        Raises:
+            ValueError: it cannot be cut anew.
+        """
+        if not isinstance(value, torch.Tensor):
+            if any(True for _ in _tensors_in(value)):
+                raise ValueError(
+                    f"optimizer state {key!r} is a {type(value).__name__} with tensors in it: "
+                    "expected a tensor or a plain object; save it by other means"
+                )
+            return Held.OBJECT, Value(value)
+        shape = tuple(value.shape)
+        if not isinstance(value, DTensor):
+            # A step count has the shape of a 0-D parameter.
+            if value.shape != self.piece.local.shape or key.endswith(".step"):
+                return Held.REPLICATED, self._locator.piece_of(value)
+            held = Held.LOCAL if isinstance(self.parameter, DTensor) else Held.LIKE_PARAMETER
+            return held, Piece(value.detach(), self.piece.shape, self.piece.offset)
+        with torch.no_grad():
+            local = value.to_local()
+        local_shape, offset = self._cut(shape)
+        if tuple(local.shape) == local_shape:
+            return Held.LIKE_PARAMETER, Piece(local, shape, offset)
+        if all(isinstance(placement, Replicate) for placement in value.placements):
+            return Held.LIKE_PARAMETER, self._locator.piece_of(value)
+        raise ValueError(
+            f"optimizer state {key!r} is a DTensor of shape {shape} and placements "
+            f"{value.placements}: expected one that is replicated, or cut like its parameter of "
+            f"shape {self.piece.shape}; save it by other means"
         )
+
+    def temporary(self, saved: TensorStorageMetadata, held: Held) -> Piece:
+        """A piece in host memory for what this rank holds of a saved state tensor."""
+        shape = tuple(saved.size)
+        local_shape, offset = shape, (0,) * len(shape)
+        if held is not Held.REPLICATED:
+            local_shape, offset = self._cut(shape)
+        with torch.inference_mode(False):
+            return Piece(torch.empty(local_shape, dtype=saved.properties.dtype), shape, offset)
+
+    def like_parameter(self, local: torch.Tensor, shape: tuple[int, ...]) -> DTensor:
+        """A DTensor of ``shape`` over ``local``, cut as `temporary` cuts it."""
+        assert isinstance(self.parameter, DTensor)
+        mesh = self.parameter.device_mesh
+        placements: Sequence[Placement] = [Replicate()] * mesh.ndim
+        if self._is_cut(shape):
+            placements = self._locator.placements_of(self.parameter)
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+        )
+
+    def _is_cut(self, shape: tuple[int, ...]) -> bool:
+        """Whether a state tensor of ``shape`` is cut like the parameter."""
+        if shape == self.piece.shape:
+            return True
+        same_rows = len(shape) > 0 and shape[:1] == self.piece.shape[:1]
+        return same_rows and self._locator.is_cut_by_rows(self.parameter)
+
+    def _cut(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Local shape and offset, on this rank, of a state tensor of ``shape``."""
+        if shape == self.piece.shape:
+            return tuple(self.piece.local.shape), self.piece.offset
+        rest = tuple(0 for _ in shape[1:])
+        if self._is_cut(shape):
+            return (self.piece.local.shape[0], *shape[1:]), (self.piece.offset[0], *rest)
+        return shape, (0,) * len(shape)
 
 
 def _foreign_parameter(parameter: torch.Tensor, group: int, position: int) -> ValueError:
@@ -282,40 +366,6 @@ def _set_option(group: dict[str, Any], name: str, value: Any) -> None:
         group[name] = value
 
 
-def _entry(
-    fqn: str, name: str, value: object, parameter: nn.Parameter
-) -> tuple[Held, Piece | Value]:
-    """How ``value`` is held, and what to save of it."""
-    key = state_key(fqn, name)
-    if not isinstance(value, torch.Tensor):
-        if any(True for _ in _tensors_in(value)):
-            raise ValueError(
-                f"optimizer state {key!r} is a {type(value).__name__} with tensors in it: expected "
-                "a tensor or a plain object, which can be cut anew; save it by other means"
-            )
-        return Held.OBJECT, Value(value)
-    whole = piece_of(parameter)
-    if not isinstance(value, DTensor):
-        alike = name != "step" and value.shape == whole.local.shape
-        if alike and _is_sharded(parameter):
-            return Held.LOCAL, Piece(value.detach(), whole.shape, whole.offset)
-        alike = alike and not isinstance(parameter, DTensor)
-        return Held.LIKE_PARAMETER if alike else Held.REPLICATED, piece_of(value)
-    if _is_cut_alike(tuple(value.shape), parameter):
-        with torch.no_grad():
-            local = value.to_local()
-        rows = _cut(tuple(value.shape), whole, parameter)
-        if tuple(local.shape) == rows[0]:
-            return Held.LIKE_PARAMETER, Piece(local.detach(), tuple(value.shape), rows[1])
-    if all(isinstance(placement, Replicate) for placement in value.placements):
-        return Held.LIKE_PARAMETER, piece_of(value)
-    raise ValueError(
-        f"optimizer state {key!r} is a DTensor of shape {tuple(value.shape)} and placements "
-        f"{value.placements}: expected one that is cut like its parameter of shape {whole.shape} "
-        "or replicated; save it by other means"
-    )
-
-
 def _tensors_in(value: object) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
@@ -325,58 +375,3 @@ def _tensors_in(value: object) -> Iterator[torch.Tensor]:
     elif isinstance(value, list | tuple | set):
         for each in value:
             yield from _tensors_in(each)
-
-
-def _is_sharded(parameter: torch.Tensor) -> bool:
-    return isinstance(parameter, DTensor) and any(
-        isinstance(placement, Shard) for placement in parameter.placements
-    )
-
-
-def _is_row_sharded(parameter: torch.Tensor) -> bool:
-    return get_containing_parameter_group(parameter) is not None and _is_sharded(parameter)
-
-
-def _is_cut_alike(shape: tuple[int, ...], parameter: nn.Parameter) -> bool:
-    """Whether a tensor of ``shape`` that belongs to ``parameter`` is cut like it."""
-    same_rows = len(shape) > 0 and shape[:1] == tuple(parameter.shape[:1])
-    return shape == tuple(parameter.shape) or (same_rows and _is_row_sharded(parameter))
-
-
-def _cut(
-    shape: tuple[int, ...], whole: Piece, parameter: nn.Parameter
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Local shape and offset of a tensor of ``shape`` that is cut like ``parameter``."""
-    if shape == whole.shape:
-        return tuple(whole.local.shape), whole.offset
-    return (whole.local.shape[0], *shape[1:]), (whole.offset[0], *(0 for _ in shape[1:]))
-
-
-def _temporary(saved: TensorStorageMetadata, held: Held, parameter: nn.Parameter) -> Piece:
-    """A piece in host memory for what this rank holds of a saved state tensor."""
-    shape = tuple(saved.size)
-    local_shape, offset = shape, (0,) * len(shape)
-    if held is not Held.REPLICATED and _is_cut_alike(shape, parameter):
-        local_shape, offset = _cut(shape, piece_of(parameter), parameter)
-    with torch.inference_mode(False):
-        return Piece(torch.empty(local_shape, dtype=saved.properties.dtype), shape, offset)
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    if not isinstance(parameter, DTensor):
-        return parameter
-    with torch.no_grad():
-        return parameter.to_local()
-
-
-def _like_parameter(
-    local: torch.Tensor, shape: tuple[int, ...], parameter: nn.Parameter
-) -> torch.Tensor:
-    assert isinstance(parameter, DTensor)
-    mesh = parameter.device_mesh
-    cut_alike = _is_cut_alike(shape, parameter)
-    placements = exact_placements(parameter) if cut_alike else [Replicate()] * mesh.ndim
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
-    )

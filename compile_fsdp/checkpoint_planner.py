@@ -45,7 +45,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
 
@@ -93,49 +93,64 @@ class Value:
 Entries = Mapping[str, Piece | Value]
 
 
-def piece_of(tensor: torch.Tensor) -> Piece:
-    """The part of ``tensor`` (a DTensor, or a plain tensor equal on every rank) on this rank.
+class Locator:
+    """Finds this rank's part of tensors: parameters of groups, other DTensors, plain tensors.
 
-    The piece aliases the tensor's memory.
-
-    Raises:
-        RuntimeError: a DTensor that DCP locates wrongly.
+    Args:
+        tensors: those that will be asked for and may belong to a parameter group.
     """
-    shape = tuple(tensor.shape)
-    if not isinstance(tensor, DTensor):
-        return Piece(tensor.detach(), shape, (0,) * len(shape))
-    place = _place_in_group(tensor)
-    if place is not None:
-        return _piece_of_buffer(place[0].main_weight, place[1])
-    # DTensor's side of DCP's protocol for tensors that know their own chunks.
-    chunk = tensor.__create_chunk_list__()[0]
-    with torch.no_grad():
-        local = tensor.to_local()
-    if chunk.sizes != local.shape:
-        raise RuntimeError(
-            f"a DTensor of shape {shape} and placements {tensor.placements} should hold a local "
-            f"part of shape {tuple(chunk.sizes)}, found {tuple(local.shape)}"
-        )
-    return Piece(local, shape, tuple(chunk.offsets))
 
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        groups: dict[FsdpParameterGroup, None] = {}
+        for tensor in tensors:
+            group = get_containing_parameter_group(tensor)
+            if group is not None:
+                groups[group] = None
+        self._places = {
+            id(parameter.sharded): (group.main_weight, index)
+            for group in groups
+            for index, parameter in enumerate(group.parameters)
+        }
 
-def exact_placements(parameter: DTensor) -> Sequence[Placement]:
-    """The placements that a parameter's group gave it.
+    def piece_of(self, tensor: torch.Tensor) -> Piece:
+        """The part of ``tensor`` on this rank, aliasing its memory.
 
-    ``nn.Parameter`` detaches what it is made of, and on torch 2.14 ``detach`` turns the placements
-    of a buffer's rows into a plain ``Shard(0)``, which means other rows.
-    """
-    place = _place_in_group(parameter)
-    if place is None:
-        return parameter.placements
-    return place[0].main_weight.get_dtensor(place[1]).placements
+        A plain tensor is taken to be the same on every rank.
 
+        Raises:
+            RuntimeError: a DTensor that DCP locates wrongly.
+        """
+        shape = tuple(tensor.shape)
+        if not isinstance(tensor, DTensor):
+            return Piece(tensor.detach(), shape, (0,) * len(shape))
+        if id(tensor) in self._places:
+            return _piece_of_buffer(*self._places[id(tensor)])
+        # DTensor's side of DCP's protocol for tensors that know their own chunks.
+        chunk = tensor.__create_chunk_list__()[0]
+        with torch.no_grad():
+            local = tensor.to_local()
+        if chunk.sizes != local.shape:
+            raise RuntimeError(
+                f"a DTensor of shape {shape} and placements {tensor.placements} should hold a "
+                f"local part of shape {tuple(chunk.sizes)}, found {tuple(local.shape)}"
+            )
+        return Piece(local, shape, tuple(chunk.offsets))
 
-def _place_in_group(parameter: torch.Tensor) -> tuple[FsdpParameterGroup, int] | None:
-    group = get_containing_parameter_group(parameter)
-    if group is None:
-        return None
-    return group, group.parameters.index(group.parameters_by_tensor[parameter])
+    def placements_of(self, parameter: DTensor) -> Sequence[Placement]:
+        """The placements that a parameter's group gave it.
+
+        ``nn.Parameter`` detaches what it is made of, and on torch 2.14 ``detach`` turns the
+        placements of a buffer's rows into a plain ``Shard(0)``, which means other rows.
+        """
+        if id(parameter) not in self._places:
+            return parameter.placements
+        buffer, index = self._places[id(parameter)]
+        return buffer.get_dtensor(index).placements
+
+    def is_cut_by_rows(self, parameter: torch.Tensor) -> bool:
+        """Whether ``parameter`` belongs to a group that shards it."""
+        place = self._places.get(id(parameter))
+        return place is not None and any(isinstance(each, Shard) for each in place[0].placements)
 
 
 def _piece_of_buffer(buffer: DBuffer, index: int) -> Piece:

@@ -12,19 +12,17 @@ read into them and allocates, `commit` writes.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from compile_fsdp.runtime.parameter_group import (
-    FsdpParameterGroup,
     get_containing_parameter_group,
     sync_model_weights_from_main_weights,
 )
 
-from .checkpoint_planner import Piece, Value, piece_of
+from .checkpoint_planner import Locator, Piece, Value
 
 DESCRIPTION = "optimizer.description"
 """The key of the optimizer's description; see `compile_fsdp.checkpoint_optimizer`."""
@@ -54,6 +52,9 @@ class ModelState:
 
     A tied tensor has several names and is saved under each, like ``state_dict`` does.
 
+    Attributes:
+        locator: finds this rank's part of the model's tensors.
+
     Raises:
         ValueError: a name is ambiguous or not available.
     """
@@ -81,10 +82,11 @@ class ModelState:
                     f"state_dict entry {raw!r} is neither a parameter nor a buffer of the model "
                     "(a state_dict hook made it) and could not be loaded; save it by other means"
                 )
+        self.locator = Locator(self._tensors.values())
 
     def entries(self) -> dict[str, Piece | Value]:
         """What to save, aliasing the model's memory."""
-        pieces = {name: piece_of(tensor) for name, tensor in self._tensors.items()}
+        pieces = {name: self.locator.piece_of(tensor) for name, tensor in self._tensors.items()}
         return {**pieces, **{name: Value(value) for name, (_, value) in self._extra.items()}}
 
     def plan(self, metadata: Metadata) -> dict[str, Piece | Value]:
@@ -111,7 +113,7 @@ class ModelState:
                 )
         for name, tensor in self._tensors.items():
             _check_at_rest(name, tensor)
-            self._loaded[name] = _temporary(piece_of(tensor), saved[name], name)
+            self._loaded[name] = _temporary(self.locator.piece_of(tensor), saved[name], name)
         self._loaded_extra = {name: Value(None) for name in self._extra}
         return {**self._loaded, **self._loaded_extra}
 
@@ -138,19 +140,8 @@ class ModelState:
             self._model.load_state_dict(extra, strict=False)
         with torch.inference_mode(False), torch.no_grad():
             for name, tensor in self._tensors.items():
-                piece_of(tensor).local.copy_(self._loaded[name].local)
+                self.locator.piece_of(tensor).local.copy_(self._loaded[name].local)
             sync_model_weights_from_main_weights(list(self._tensors.values()))
-        for group in {id(group): group for group in _groups(self._tensors.values())}.values():
-            if group.is_unsharded and not group.is_held:
-                # A gather of the weights before.
-                group.reshard_parameters()
-
-
-def _groups(tensors: Iterable[torch.Tensor]) -> Iterator[FsdpParameterGroup]:
-    for tensor in tensors:
-        group = get_containing_parameter_group(tensor)
-        if group is not None:
-            yield group
 
 
 def _check_at_rest(name: str, tensor: torch.Tensor) -> None:

@@ -51,7 +51,12 @@ def load_all(folders: list[Path], mode: str = "zero3") -> list[Values]:
         model = shard(zoo(seed=1), mode)
         optimizer = adamw(model)
         load_checkpoint(model, optimizer, folder)
-        results.append(values_of(model, optimizer))
+        values = values_of(model, optimizer)
+        for name, parameter in model.named_parameters():
+            if parameter in optimizer.state:
+                state = optimizer.state[parameter]["exp_avg"]
+                assert torch.equal(state.full_tensor(), values[f"{name}/exp_avg"])
+        results.append(values)
     return results
 
 
@@ -176,11 +181,29 @@ def test_compute_sees_what_was_loaded(mode: str, tmp_path: Path) -> None:
     with torch.no_grad():
         before = [model(tokens) for model in models]
         save_checkpoint(models[0], None, folder)
-        for group in models[1].parameter_groups:
-            group.unshard_parameters()
         load_checkpoint(models[1], None, folder)
         assert not torch.equal(before[0], before[1])
         assert torch.equal(models[1](tokens), before[0])
+
+
+@distributed(2)
+def test_state_is_loaded_into_the_tensors_that_are_there(tmp_path: Path) -> None:
+    """Compiled steps and CUDA graphs hold on to them; and state that was not saved goes."""
+    folder = shared(tmp_path)
+    model = shard(zoo())
+    optimizer = adamw(model)
+    save_checkpoint(model, optimizer, folder / "fresh")
+    take_steps(model, optimizer, 0, 1)
+    save_checkpoint(model, optimizer, folder / "stepped")
+    expected = values_of(model, optimizer)
+    take_steps(model, optimizer, 1, 1)
+    before = {id(value) for state in optimizer.state.values() for value in state.values()}
+    load_checkpoint(model, optimizer, folder / "stepped")
+    after = {id(value) for state in optimizer.state.values() for value in state.values()}
+    assert before == after
+    assert_equal(values_of(model, optimizer), expected)
+    load_checkpoint(model, optimizer, folder / "fresh")
+    assert not optimizer.state
 
 
 @distributed(2)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from compile_fsdp import fully_shard, load_checkpoint, save_checkpoint
+from compile_fsdp.checkpoint_planner import Locator
 from tests.checkpointing import Zoo, adamw, assert_equal, shard, take_steps, values_of, zoo
 from tests.distributed import distributed, run
 
@@ -331,9 +332,8 @@ def test_damage_that_one_rank_meets_stops_all(key: str, rank: int, tmp_path: Pat
 
 
 def first_row_of(fqn: str) -> int:
-    from compile_fsdp.checkpoint_planner import piece_of
-
-    return piece_of(shard(zoo()).get_parameter(fqn)).offset[0]
+    parameter = shard(zoo()).get_parameter(fqn)
+    return Locator([parameter]).piece_of(parameter).offset[0]
 
 
 # Ranks ------------------------------------------------------------------------------------------
