@@ -66,7 +66,7 @@ class GraphFacts:
         start: position of the first node that is not a graph input.
         parameters: uses in order of first reader.
         gradients: summands in the order in which autograd adds them up.
-        gradient_outputs: which graph outputs are the sums of those gradients.
+        gradient_outputs: which graph outputs are sums of nothing but those gradients.
     """
 
     kind: GraphKind

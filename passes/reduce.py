@@ -10,11 +10,13 @@ Gradients reach the parameters through the runtime; autograd gets None for the f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch.fx import Node
 
+from .gradients import graph_outputs
 from .steps import ReduceInner, ReduceOuter, WaitReductions
 from .targets import ADD, REDUCE_INNER, REDUCE_OUTER, WAIT_REDUCTIONS
-from .uses import graph_outputs
 from .writing import GraphWriter
 
 
@@ -55,24 +57,28 @@ def write_wait_reductions(writer: GraphWriter, step: WaitReductions) -> Node:
 
 
 def erase_gradient_sums(writer: GraphWriter) -> None:
-    """Return None where a sum of gradients was returned, and remove the sums."""
+    """Return what is left of the sums of gradients, mostly None, and remove the sums."""
     if not writer.uses.sums:
         return
+    output = writer.graph.output_node()
     returned = list(graph_outputs(writer.graph))
-    for number in writer.uses.facts.gradient_outputs:
-        returned[number] = None
-    writer.graph.output_node().args = (tuple(returned),)
-    for node in reversed(writer.uses.sums):
+    for total in writer.uses.sums:
+        returned[total.output] = _write_sum(writer, total.rest, output) if total.rest else None
+    output.args = (tuple(returned),)
+    nodes = {node: None for total in writer.uses.sums for node in total.nodes}
+    for node in sorted(nodes, key=writer.uses.position.__getitem__, reverse=True):
         writer.graph.erase_node(node)
 
 
 def _write_gradient(writer: GraphWriter, step: ReduceInner, index: int) -> Node:
-    """The gradient of one parameter: the node that computes it, or a sum of several.
+    """The gradient of one parameter: the node that computes it, or a sum of several."""
+    gradients = writer.uses.gradients[step.group, index]
+    return _write_sum(writer, gradients, writer.place(step))
 
-    Added up as autograd adds them in eager mode, oldest first, so the result is bitwise equal.
-    """
-    total, *rest = writer.uses.gradients[step.group, index]
-    for gradient in rest:
-        place = writer.place(step)
-        total = writer.call(ADD, total, gradient, before=place, name=f"{total.name}_sum")
+
+def _write_sum(writer: GraphWriter, summands: Sequence[Node], place: Node) -> Node:
+    """Added up as autograd adds them in eager mode, oldest first, to be bitwise equal."""
+    total, *rest = summands
+    for summand in rest:
+        total = writer.call(ADD, total, summand, before=place, name=f"{total.name}_sum")
     return total

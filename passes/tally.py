@@ -11,8 +11,9 @@ from __future__ import annotations
 from torch.fx import Graph
 
 from .facts import GraphKind
+from .gradients import count_gradients
 from .targets import is_tangent
-from .uses import GraphUses, count_gradients
+from .uses import GraphUses
 
 _NOTE = "compile_fsdp_gradients"
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, Node
 
 import compile_fsdp.runtime.ops  # noqa: F401  (defines the ops)
+
+ParameterKey = tuple[str, int]
+"""Group name and index of the tensor in the group."""
 
 _ops = torch.ops.compile_fsdp
 
@@ -46,6 +49,12 @@ def is_marker(node: Node) -> bool:
 def is_gradient_marker(node: Node) -> bool:
     """Whether ``node`` stands for a full gradient that nobody has reduced yet."""
     return is_call(node, PARAMETER_GRAD)
+
+
+def parameter_key(marker: Node) -> ParameterKey:
+    """The parameter that a marker, or a gradient marker, stands for."""
+    _, group, index = marker.args
+    return cast(str, group), cast(int, index)
 
 
 def is_communication(node: Node) -> bool:

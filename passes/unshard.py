@@ -18,8 +18,16 @@ from torch.fx import Graph, Node
 
 from .aliases import AliasTree, alias_trees
 from .steps import Release, Unshard, Wait
-from .targets import AS_STRIDED, CLONE, RELEASE, UNSHARD, WAIT, is_gradient_marker, is_marker
-from .uses import parameter_key
+from .targets import (
+    AS_STRIDED,
+    CLONE,
+    RELEASE,
+    UNSHARD,
+    WAIT,
+    is_gradient_marker,
+    is_marker,
+    parameter_key,
+)
 from .writing import GraphWriter, insert_call, refresh_value
 
 

@@ -5,33 +5,29 @@ Before the passes a graph speaks of parameters in markers:
     weight = parameter(shard, group, index)              a full parameter, from nowhere
     part = parameter_grad(gradient, group, index)        a full gradient, to nowhere
 
-The gradient of a group's flat shard, an output of the backward graph, is the sum of its parts:
-
-    add = part_0 + part_1;  return (..., add + part_2, ...)
-
-Those sums are never computed. They say which gradients there are and how often each counts:
-common subexpression elimination may have made one part of two equal ones, so that
-``add(part, part)`` means twice the gradient.
+Who reads a parameter is found by `aliases`, what is a gradient of it by `gradients`; this module
+makes facts of both.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 from torch.fx import Graph, Node
-from torch.fx.node import Argument
 
 from compile_fsdp.runtime.group_info import GroupInfo
 
 from .aliases import AliasTree, alias_trees
 from .facts import GradientUse, GraphFacts, GraphKind, GroupFacts, ParameterUse
-from .targets import ADD, has_tangents, is_call, is_gradient_marker, is_marker
-
-ParameterKey = tuple[str, int]
-"""Group name and index of the tensor in the group."""
+from .gradients import (
+    GradientSum,
+    find_gradient_sums,
+    gradients_by_parameter,
+    marked_gradient,
+)
+from .targets import ParameterKey, has_tangents, is_marker, parameter_key
 
 
 @dataclass(frozen=True)
@@ -46,7 +42,7 @@ class GraphUses:
         markers: alias trees of the parameter markers in graph order, by group.
         gradients: nodes of the gradients of each parameter, in the order in which autograd adds
             them up; a node may occur twice.
-        sums: the gradient markers and the additions over them, in graph order.
+        sums: the sums that stand for gradients of flat shards.
     """
 
     facts: GraphFacts
@@ -55,7 +51,7 @@ class GraphUses:
     shards: Mapping[str, Node]
     markers: Mapping[str, tuple[AliasTree, ...]]
     gradients: Mapping[ParameterKey, tuple[Node, ...]]
-    sums: tuple[Node, ...]
+    sums: tuple[GradientSum, ...]
 
 
 def find_uses(graph: Graph, groups: Mapping[str, GroupInfo], kind: GraphKind) -> GraphUses:
@@ -91,7 +87,7 @@ def find_uses(graph: Graph, groups: Mapping[str, GroupInfo], kind: GraphKind) ->
         start=next(number for number, node in enumerate(nodes) if node.op != "placeholder"),
         parameters=tuple(sorted(parameters, key=lambda use: use.first)),
         gradients=tuple(gradients),
-        gradient_outputs=tuple(total.output for total in sums),
+        gradient_outputs=tuple(total.output for total in sums if not total.rest),
     )
     return GraphUses(
         facts=facts,
@@ -99,8 +95,8 @@ def find_uses(graph: Graph, groups: Mapping[str, GroupInfo], kind: GraphKind) ->
         position=position,
         shards=_shards(trees),
         markers=_by_group(trees),
-        gradients=_by_parameter(sums),
-        sums=tuple(sorted({n: None for s in sums for n in s.nodes}, key=position.__getitem__)),
+        gradients=gradients_by_parameter(sums),
+        sums=tuple(sums),
     )
 
 
@@ -123,141 +119,6 @@ def group_facts(groups: Mapping[str, GroupInfo]) -> dict[str, GroupFacts]:
         )
         for name, info in groups.items()
     }
-
-
-def parameter_key(marker: Node) -> ParameterKey:
-    """The parameter that a marker, or a gradient marker, stands for."""
-    _, group, index = marker.args
-    return cast(str, group), cast(int, index)
-
-
-def marked_gradient(part: Node) -> Node:
-    """The full gradient that a gradient marker passes on."""
-    return cast(Node, part.args[0])
-
-
-# Gradients --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class GradientSum:
-    """An output of a backward graph that is the gradient of a group's flat shard.
-
-    Attributes:
-        output: its number among the graph's outputs.
-        parts: gradient markers in the order in which autograd adds them up, repeated when added
-            repeatedly.
-        nodes: the gradient markers and additions that make up the sum.
-    """
-
-    output: int
-    parts: tuple[Node, ...]
-    nodes: tuple[Node, ...]
-
-
-def find_gradient_sums(graph: Graph) -> list[GradientSum]:
-    """The outputs of a joint or backward graph that are sums of gradient markers.
-
-    Raises:
-        RuntimeError: a gradient marker flows into anything but plain additions of its group's
-            markers, so that its value, which no rank has, would be needed.
-    """
-    in_sum: dict[Node, str] = {}  # node -> group
-    for node in graph.nodes:
-        inputs = [argument for argument in node.all_input_nodes if argument in in_sum]
-        if is_gradient_marker(node):
-            _check_unread(node, inputs)
-            in_sum[node] = parameter_key(node)[0]
-        elif inputs and node.op != "output":
-            _check_plain_addition(node, in_sum)
-            in_sum[node] = in_sum[inputs[0]]
-    sums = [
-        _gradient_sum(number, value)
-        for number, value in enumerate(graph_outputs(graph))
-        if isinstance(value, Node) and value in in_sum
-    ]
-    _check_disjoint(sums)
-    return sums
-
-
-def count_gradients(graph: Graph) -> Counter[ParameterKey]:
-    """How many gradients a joint or backward graph has of each parameter."""
-    return Counter(
-        parameter_key(part) for total in find_gradient_sums(graph) for part in total.parts
-    )
-
-
-def graph_outputs(graph: Graph) -> Sequence[Argument]:
-    """What ``graph`` returns: nodes, and None for what it does not compute."""
-    returned = graph.output_node().args[0]
-    return returned if isinstance(returned, tuple | list) else (returned,)
-
-
-def _gradient_sum(output: int, total: Node) -> GradientSum:
-    """Take a sum apart, leftmost summand first. Autograd adds each gradient that arrives to what
-    it has, so that is the order of arrival. No recursion: a group of 1000 tensors is a sum of
-    depth 1000."""
-    parts: list[Node] = []
-    nodes: dict[Node, None] = {}
-    stack = [total]
-    while stack:
-        node = stack.pop()
-        nodes[node] = None
-        if is_gradient_marker(node):
-            parts.append(node)
-        else:
-            stack.extend(reversed(_summands(node)))
-    return GradientSum(output, tuple(parts), tuple(nodes))
-
-
-def _summands(addition: Node) -> list[Node]:
-    return [cast(Node, argument) for argument in addition.args[:2]]
-
-
-def _check_plain_addition(node: Node, in_sum: Mapping[Node, str]) -> None:
-    summands = node.args if is_call(node, ADD) and not node.kwargs else ()
-    groups = [in_sum.get(summand) for summand in summands if isinstance(summand, Node)]
-    if len(groups) == 2 and groups[0] == groups[1]:
-        return
-    group = next(in_sum[argument] for argument in node.all_input_nodes if argument in in_sum)
-    raise RuntimeError(
-        f"node {node.name} ({node.format_node()}) uses the gradient of parameter group "
-        f"{group!r}, which is reduced inside the graph and has no value there; only sums of "
-        "gradients of one group were expected. A hook on the flat shard, a double backward or "
-        'an unknown graph pass can cause this; backend="aot_eager" runs such a model unscheduled'
-    )
-
-
-def _check_disjoint(sums: Sequence[GradientSum]) -> None:
-    seen: dict[Node, int] = {}
-    for total in sums:
-        for node in total.nodes:
-            if node in seen:
-                raise RuntimeError(
-                    f"node {node.name} is part of the gradients of two flat shards, graph "
-                    f"outputs {seen[node]} and {total.output}; each flat shard must be an input "
-                    "of its own"
-                )
-            seen[node] = total.output
-
-
-def _check_unread(part: Node, inputs: Sequence[Node]) -> None:
-    if inputs:
-        raise RuntimeError(
-            f"node {part.name} takes the gradient {inputs[0].name} of a flat shard as the "
-            "gradient of a parameter; gradients of gradients are not supported"
-        )
-
-
-def _by_parameter(sums: Sequence[GradientSum]) -> dict[ParameterKey, tuple[Node, ...]]:
-    gradients: dict[ParameterKey, tuple[Node, ...]] = {}
-    for part in (part for total in sums for part in total.parts):
-        key = parameter_key(part)
-        gradients[key] = (*gradients.get(key, ()), marked_gradient(part))
-    return gradients
-
-
-# Parameters -------------------------------------------------------------------------------------
 
 
 def _parameter_use(tree: AliasTree, position: Mapping[Node, int]) -> ParameterUse:

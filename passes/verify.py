@@ -32,6 +32,7 @@ from compile_fsdp.runtime.group_info import GroupInfo
 
 from .aliases import AliasTree, alias_trees, written_arguments
 from .facts import GraphFacts, GraphKind
+from .gradients import graph_outputs
 from .steps import GroupStep, Schedule, Step, WaitReductions
 from .targets import (
     ADD,
@@ -42,13 +43,14 @@ from .targets import (
     UNSHARD,
     WAIT,
     WAIT_REDUCTIONS,
+    ParameterKey,
     is_call,
     is_communication,
     is_gradient_marker,
     is_marker,
     op_name,
+    parameter_key,
 )
-from .uses import ParameterKey, graph_outputs, parameter_key
 
 
 class VerificationError(RuntimeError):

@@ -103,7 +103,10 @@ class StubGroup:
 
     def acquire(self) -> None:
         self.holders += 1
-        self.full_local_tensor.untyped_storage().resize_(self._values.untyped_storage().nbytes())
+        if self.holders > 1:  # a branch that reads a group which its graph holds
+            return
+        storage = self.full_local_tensor.untyped_storage()
+        storage.resize_(self._values.untyped_storage().nbytes())
         self.full_local_tensor.fill_(torch.nan)  # until the wait
 
     def wait_for_unshard(self) -> None:
@@ -111,8 +114,9 @@ class StubGroup:
 
     def drop(self) -> None:
         self.holders -= 1
-        self.full_local_tensor.fill_(torch.nan)
-        self.full_local_tensor.untyped_storage().resize_(0)
+        if self.holders == 0:
+            self.full_local_tensor.fill_(torch.nan)
+            self.full_local_tensor.untyped_storage().resize_(0)
 
     def gradients_wanted(self) -> bool:
         return True

@@ -345,6 +345,34 @@ def test_parameters_in_a_branch_are_gathered_in_the_branch(inner: str, square: S
     assert square.holders == 0
 
 
+@both
+@pytest.mark.parametrize("read_outside", [False, True])
+def test_gradients_that_a_branch_reduces_are_not_reduced_again(
+    read_outside: bool, inner: str, square: StubGroup
+) -> None:
+    """The branch returns a gradient of the flat shard, which is added to those made outside."""
+
+    def function(flag: torch.Tensor, x: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+        def yes(x: torch.Tensor) -> torch.Tensor:
+            return x @ torch.ops.compile_fsdp.parameter(shard, square.info.name, 0)
+
+        y = torch.cond(flag, yes, lambda x: x.sin(), (x,))
+        if read_outside:
+            y = y * torch.ops.compile_fsdp.parameter(shard, square.info.name, 1)
+        return y.sum()  # type: ignore[no-any-return]
+
+    def plain(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return ((x @ w) * b).sum() if read_outside else (x @ w).sum() + 0 * b.sum()
+
+    x = torch.randn(3, WIDTH)
+    _, gradients = gradients_by_autograd(square, plain, x)
+    compiled(function, inner, square)(torch.tensor(True), x, square.shard).backward()
+    torch.testing.assert_close(square.gradients[0], gradients[0])
+    if read_outside:
+        torch.testing.assert_close(square.gradients[1], gradients[1])
+    assert square.holders == 0
+
+
 # Inductor's side --------------------------------------------------------------------------------
 
 

@@ -11,11 +11,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from compile_fsdp.passes.aliases import alias_trees, written_arguments
 from compile_fsdp.passes.facts import GraphFacts, GraphKind
+from compile_fsdp.passes.gradients import count_gradients
 from compile_fsdp.passes.pipeline import rewrite
 from compile_fsdp.passes.schedule import Policy
 from compile_fsdp.passes.targets import ADD, PARAMETER_GRAD, is_marker
 from compile_fsdp.passes.unshard import clone_escaping_views
-from compile_fsdp.passes.uses import count_gradients, find_uses
+from compile_fsdp.passes.uses import find_uses
 from tests.passes_support import StubGroup, TwoBlocks, registered, tokens, traced
 
 aten = torch.ops.aten
@@ -233,6 +234,23 @@ def test_a_gradient_that_was_merged_with_an_equal_one_counts_twice(group: StubGr
     assert [node.name for node in sum_.args] == ["tangents_0", "tangents_0"]
 
 
+def test_a_summand_that_is_no_marker_stays(group: StubGroup) -> None:
+    """The body of a higher-order op returns a gradient of the flat shard of its own."""
+
+    def build(graph: Graph, parts: list[Node]) -> Node:
+        first, second = (part.args[0] for part in parts[:2])
+        graph.erase_node(parts[1])
+        return add(graph, add(graph, add(graph, first, parts[2]), second), parts[0])
+
+    graph = backward_graph(group, build)
+    facts = facts_of(graph, group, GraphKind.BACKWARD)
+    assert [use.gradient for use in facts.gradients] == ["tangents_2", "tangents_0"]
+    assert facts.gradient_outputs == ()
+    rewrite(graph, {group.info.name: group.info}, Policy(), kind=GraphKind.BACKWARD)
+    (returned,) = graph.output_node().args[0]
+    assert [node.name for node in returned.args] == ["tangents_0", "tangents_1"]
+
+
 def test_a_sum_of_a_thousand_gradients_needs_no_recursion(group: StubGroup) -> None:
     def build(graph: Graph, parts: list[Node]) -> Node:
         total = parts[0]
@@ -248,7 +266,6 @@ MISUSES: dict[str, tuple[Callable[[Graph, list[Node]], object], str]] = {
     "scaled": (lambda g, p: g.call_function(aten.mul.Tensor, (p[0], 2.0)), "mul"),
     "added with a factor": (lambda g, p: add(g, p[0], p[1], alpha=2), "add"),
     "added to a number": (lambda g, p: add(g, p[0], 1.0), "add"),
-    "added to another tensor": (lambda g, p: add(g, p[0], p[1].args[0]), "add"),
     "converted": (lambda g, p: g.call_function(aten._to_copy.default, (p[0],)), "_to_copy"),
     "stacked": (lambda g, p: g.call_function(aten.stack.default, (p,)), "stack"),
 }
