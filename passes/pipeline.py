@@ -23,6 +23,7 @@ from torch.fx import Graph, GraphModule, Interpreter
 from compile_fsdp.runtime import group_info, ops
 from compile_fsdp.runtime.group_info import GroupInfo
 
+from .emit import write_schedule
 from .facts import GraphKind
 from .recompute import mark_recompute
 from .schedule import Policy, plan
@@ -32,7 +33,6 @@ from .torch_internals import aot_autograd_compile, boxed, inductor_compile
 from .unshard import clone_escaping_views
 from .uses import find_uses, graph_kind, group_facts
 from .verify import verify as verify_graph
-from .writer import write_schedule
 
 
 class Observer(Protocol):

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from torch.fx import Node
 
 from .gradients import graph_outputs
+from .graph_writer import GraphWriter
 from .steps import ReduceInner, ReduceOuter, WaitReductions
 from .targets import ADD, REDUCE_INNER, REDUCE_OUTER, WAIT_REDUCTIONS
-from .writing import GraphWriter
 
 
 def write_reduce_inner(writer: GraphWriter, step: ReduceInner) -> Node:

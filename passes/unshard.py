@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from torch.fx import Graph, Node
 
 from .aliases import AliasTree, alias_trees
+from .graph_writer import GraphWriter, insert_call, refresh_value
 from .steps import Release, Unshard, Wait
 from .targets import (
     AS_STRIDED,
@@ -28,7 +29,6 @@ from .targets import (
     is_marker,
     parameter_key,
 )
-from .writing import GraphWriter, insert_call, refresh_value
 
 
 def clone_escaping_views(graph: Graph) -> None:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from functorch.compile import (
@@ -276,17 +275,3 @@ def _reader(
 
 def tokens() -> torch.Tensor:
     return torch.arange(6).view(2, 3)
-
-
-@pytest.fixture
-def model() -> Iterator[TwoBlocks]:
-    """A `TwoBlocks` whose groups are registered."""
-    two_blocks = TwoBlocks()
-    with registered(*two_blocks.groups):
-        yield two_blocks
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()

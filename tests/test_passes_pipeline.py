@@ -28,12 +28,9 @@ from tests.passes_support import (
     Observed,
     StubGroup,
     TwoBlocks,
-    fresh_dynamo,
     registered,
     tokens,
 )
-
-__all__ = ["fresh_dynamo"]
 
 INNER = {
     "aot_eager": pipeline.compile_with_aot_eager,
@@ -59,6 +56,12 @@ def assert_equal(found: Any, expected: Any, inner: str) -> None:
     """Bitwise for aot_eager, which runs the same kernels; within rounding for Inductor."""
     exact = {"rtol": 0.0, "atol": 0.0} if inner == "aot_eager" else {}
     torch.testing.assert_close(found, expected, **exact)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
 
 
 @pytest.fixture

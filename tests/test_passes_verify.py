@@ -14,7 +14,9 @@ import pytest
 import torch
 from torch.fx import Graph, Node
 
+from compile_fsdp.passes.emit import write_schedule
 from compile_fsdp.passes.facts import GraphFacts, GraphKind
+from compile_fsdp.passes.graph_writer import insert_call
 from compile_fsdp.passes.schedule import Policy, plan
 from compile_fsdp.passes.steps import Schedule
 from compile_fsdp.passes.targets import (
@@ -31,8 +33,6 @@ from compile_fsdp.passes.targets import (
 )
 from compile_fsdp.passes.uses import find_uses, group_facts
 from compile_fsdp.passes.verify import VerificationError, verify
-from compile_fsdp.passes.writer import write_schedule
-from compile_fsdp.passes.writing import insert_call
 from compile_fsdp.runtime.group_info import GroupInfo
 from tests.passes_support import TwoBlocks, registered, tokens, traced
 

@@ -9,6 +9,7 @@ from torch.fx import Graph, Node
 
 from compile_fsdp.runtime.group_info import GroupInfo
 
+from .graph_writer import GraphWriter
 from .reduce import (
     erase_gradient_sums,
     write_reduce_inner,
@@ -18,7 +19,6 @@ from .reduce import (
 from .steps import ReduceInner, ReduceOuter, Release, Schedule, Step, Unshard, Wait, WaitReductions
 from .unshard import erase_markers, write_release, write_unshard, write_wait
 from .uses import GraphUses
-from .writing import GraphWriter
 
 _WRITERS: Mapping[type[Step], Callable[[GraphWriter, Any], Node]] = {
     Unshard: write_unshard,
