@@ -9,9 +9,10 @@ the order of events, in which every step ends with all ranks agreeing that it we
 
 from __future__ import annotations
 
+import hashlib
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,7 +75,7 @@ def save_checkpoint(
     """
     ranks = _Ranks()
     folder, entries = ranks.together(lambda: _what_to_save(model, optimizer, dir))
-    ranks.agree("dir", str(folder.path))
+    ranks.agree({"dir": str(folder.path), **{key: _outline(entries[key]) for key in entries}})
     scratch: Path | None = None
     try:
         with _explained(f"save_checkpoint: {folder.path} could not be written and is unchanged"):
@@ -86,6 +87,7 @@ def save_checkpoint(
                     planner=SaveEntries(entries),
                     no_dist=not ranks.distributed,
                 )
+        with _explained(f"save_checkpoint: {folder.path} may or may not have been replaced"):
             ranks.first(lambda: folder.commit(complete))
     except BaseException:
         if ranks.rank == 0 and scratch is not None:
@@ -123,7 +125,7 @@ def load_checkpoint(
     """
     ranks = _Ranks()
     load = ranks.together(lambda: _plan_load(model, optimizer, dir, is_first=ranks.rank == 0))
-    ranks.agree("dir", str(load.folder))
+    ranks.agree({"dir": str(load.folder)})
     with _explained(f"load_checkpoint: {load.folder} could not be read, nothing was loaded"):
         with _quiet():
             dcp_load(
@@ -148,6 +150,10 @@ def _what_to_save(
     if optimizer is not None:
         entries.update(OptimizerState(model, optimizer, model_state.locator).entries())
     return folder, entries
+
+
+def _outline(entry: Piece | Value) -> str:
+    return f"a tensor of shape {entry.shape}" if isinstance(entry, Piece) else "an object"
 
 
 @dataclass(frozen=True)
@@ -257,15 +263,20 @@ class _Ranks:
         value = self.together(lambda: step() if self.rank == 0 else None)
         return cast(T, self._gather(value)[0])
 
-    def agree(self, what: str, value: str) -> None:
-        """Raise ValueError on every rank when ``value`` is not the same on all of them."""
-        values = self._gather(value)
-        for rank, other in enumerate(values):
-            if other != values[0]:
-                raise ValueError(
-                    f"ranks disagree on {what}: rank 0 has {values[0]}, rank {rank} has {other}; "
-                    "call with the same arguments on every rank"
-                )
+    def agree(self, values: Mapping[str, str]) -> None:
+        """Raise ValueError on every rank when ``values`` are not the same on all of them."""
+        digest = hashlib.sha256(repr(sorted(values.items())).encode()).digest()
+        if len(set(self._gather(digest))) == 1:
+            return
+        everyone = self._gather(dict(values))
+        for rank, other in enumerate(everyone):
+            for name in sorted({*everyone[0], *other}):
+                expected, found = everyone[0].get(name, "nothing"), other.get(name, "nothing")
+                if expected != found:
+                    raise ValueError(
+                        f"ranks disagree on {name}: rank 0 has {expected}, rank {rank} has "
+                        f"{found}; call with the same model, optimizer and dir on every rank"
+                    )
 
     def _gather(self, value: T) -> list[T]:
         if not self.distributed:

@@ -103,21 +103,21 @@ class CheckpointFolder:
         _sync_folder(scratch)
         token = scratch.name.rpartition("-")[2]
         replaced = self._sibling("replaced", token)
-        if self.path.exists():
-            self.path.rename(replaced)
-            try:
-                scratch.rename(self.path)
-            except OSError:
-                replaced.rename(self.path)
-                raise
-        else:
+        try:
+            if self.path.exists():
+                self.path.rename(replaced)
             scratch.rename(self.path)
+        except BaseException:  # an interrupt by the user too
+            if replaced.exists() and not self.path.exists():
+                replaced.rename(self.path)
+            raise
         _sync_folder(self.path.parent)
         shutil.rmtree(replaced, ignore_errors=True)
 
     def discard(self, scratch: Path) -> None:
-        """Remove ``scratch`` after a save that failed."""
-        shutil.rmtree(scratch, ignore_errors=True)
+        """Remove ``scratch`` after a save that failed, unless it is what readers have now."""
+        if scratch != self._interrupted_swap():
+            shutil.rmtree(scratch, ignore_errors=True)
 
     # Names ------------------------------------------------------------------------------------
 

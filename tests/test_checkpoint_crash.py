@@ -233,22 +233,26 @@ def test_half_of_a_swap_is_no_checkpoint(kind: str, tmp_path: Path) -> None:
         folder.readable()
 
 
-def test_a_failing_rename_puts_the_earlier_checkpoint_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [PermissionError, KeyboardInterrupt])
+@pytest.mark.parametrize("forever", [False, True])
+def test_a_failing_rename_costs_no_checkpoint(
+    error: type[BaseException], forever: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The earlier one comes back; and if even that fails, readers find the new one."""
     folder = CheckpointFolder(write(tmp_path / "c", "old"))
     scratch = write(folder.begin(), "new")
     real: Callable[..., Path] = Path.rename
 
     def rename(self: Path, target: Path) -> Path:
-        if self == scratch:
-            raise PermissionError("no")
+        if self == scratch or (forever and target == folder.path):
+            raise error
         return real(self, target)
 
     monkeypatch.setattr(Path, "rename", rename)
-    with pytest.raises(PermissionError):
+    with pytest.raises(error):
         folder.commit(scratch)
-    assert content(folder.path) == "old"
+    folder.discard(scratch)
+    assert content(folder.readable()) == ("new" if forever else "old")
 
 
 def test_other_files_stay_and_data_of_more_ranks_goes(tmp_path: Path) -> None:

@@ -350,6 +350,22 @@ def test_ranks_that_disagree(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@distributed(2)
+def test_state_that_one_rank_lacks(tmp_path: Path) -> None:
+    model = shard(zoo())
+    optimizer = adamw(model)
+    take_steps(model, optimizer, 0, 1)
+    if dist.get_rank() == 1:
+        del optimizer.state[model.get_submodule("layers.0.up").weight]
+    pattern = (
+        r"ranks disagree on optimizer\.state\.layers\.0\.up\.weight\.exp_avg: rank 0 has a tensor "
+        r"of shape \(5, 6\), rank 1 has nothing"
+    )
+    with pytest.raises(ValueError, match=pattern):
+        save_checkpoint(model, optimizer, tmp_path / "c")
+    assert not list(tmp_path.iterdir())
+
+
 def save_where_one_rank_cannot_write(folder: Path) -> str:
     model = shard(zoo())
     save_checkpoint(model, None, folder)
