@@ -139,8 +139,8 @@ class Locator:
     def placements_of(self, parameter: DTensor) -> Sequence[Placement]:
         """The placements that a parameter's group gave it.
 
-        ``nn.Parameter`` detaches what it is made of, and on torch 2.14 ``detach`` turns the
-        placements of a buffer's rows into a plain ``Shard(0)``, which means other rows.
+        Not those of the parameter: what torch derives from a tensor (on 2.14 even by ``detach``)
+        may have a plain ``Shard(0)``, which means other rows.
         """
         if id(parameter) not in self._places:
             return parameter.placements

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint import load as dcp_load
+from torch.distributed.checkpoint import save as dcp_save
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor
 
@@ -114,6 +115,25 @@ def test_the_files_are_plain_dcp(tmp_path: Path) -> None:
     dcp_to_torch_save(str(tmp_path / "c"), str(tmp_path / "c.pt"))
     converted = torch.load(tmp_path / "c.pt", weights_only=False)
     assert torch.equal(converted["layers.0.up.weight"], saved["layers.0.up.weight"])
+
+
+def exchange_by_plain_dcp(folder: Path, ranks_that_save: int) -> Values:
+    saves = dist.get_world_size() == ranks_that_save
+    model = shard(zoo(seed=0 if saves else 1))
+    state = model.state_dict()
+    if saves:
+        dcp_save(state, checkpoint_id=folder)
+    else:
+        dcp_load(state, checkpoint_id=folder)
+    return values_of(model)
+
+
+@pytest.mark.compat
+def test_dcp_by_itself_reads_and_writes_the_right_rows(tmp_path: Path) -> None:
+    """Without this module: DTensors tell DCP where their rows are."""
+    saved = run(3, exchange_by_plain_dcp, tmp_path / "c", 3)[0]
+    for loaded in run(2, exchange_by_plain_dcp, tmp_path / "c", 3):
+        assert_equal(loaded, saved)
 
 
 # Going on ---------------------------------------------------------------------------------------
