@@ -80,7 +80,10 @@ class GroupWeights:
             return DBuffer(
                 mesh, replicated, shapes, self.model.dtype, self.model.device, layout=layout
             )
-        return DBuffer.from_local(self.model.local, mesh, replicated, shapes, layout=layout)
+        # The same memory, but a storage of its own: the op ``unshard`` must not return what autograd
+        # and compilers would recognise as its input.
+        local = torch.from_dlpack(self.model.local)
+        return DBuffer.from_local(local, mesh, replicated, shapes, layout=layout)
 
     def follow_main(self) -> None:
         """Write the main weight into its part of the model weight.
