@@ -132,7 +132,18 @@ class FsdpUnit:
             group.unshard_parameters(phase)
 
 
-class FsdpModule:
+class _NotCopyable:
+    """A sharded module holds process groups, and its copy would share flat buffers with it."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError(
+            f"a sharded {type(self).__name__} cannot be deep-copied or pickled; copy or pickle the "
+            "module before fully_shard, keep copies of state_dict() (an EMA), or use "
+            "save_checkpoint"
+        )
+
+
+class FsdpModule(_NotCopyable):
     """Mixin of every module that ``fully_shard`` was called on."""
 
     _fsdp_unit: FsdpUnit
@@ -143,7 +154,7 @@ class FsdpModule:
         return self._fsdp_unit.groups
 
 
-class ManagedParameters:
+class ManagedParameters(_NotCopyable):
     """Mixin of every module that directly holds a managed parameter."""
 
     _fsdp_slots: dict[str, ParameterSlot]

@@ -75,8 +75,8 @@ class MainGradient:
     ) -> None:
         """Reduce ``partial`` to the gradient placements on ``lane`` and take ``scale`` times it in.
 
-        ``.grad`` of the parameters in ``indices`` is bound at once; values are there when the
-        lane has run.
+        ``.grad`` of the parameters in ``indices`` is bound at once, except of one that the user has
+        frozen meanwhile; values are there when the lane has run.
         """
         missing = [i for i, parameter in enumerate(self._parameters) if parameter.grad is None]
         begins = len(missing) == len(self._parameters)
@@ -105,7 +105,8 @@ class MainGradient:
                     torch.mul(reduced.local, scale, out=target)
 
         lane.then(take_in)
-        self._bind(self.buffer, [i for i in indices if self._parameters[i].grad is None])
+        wanted = [i for i in indices if self._parameters[i].requires_grad]
+        self._bind(self.buffer, [i for i in wanted if self._parameters[i].grad is None])
 
     def _set_finished_aside(self) -> None:
         """Finished gradients were kept (several backwards, or zeroed in place): they come back

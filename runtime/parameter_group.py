@@ -410,9 +410,24 @@ class FsdpParameterGroup:
         self._ready_for.clear()
 
     def acquire(self, phase: Phase | None = None) -> None:
-        """Unshard, and hold: storage stays until as many `drop` calls."""
+        """Unshard, and hold: storage stays until as many `drop` calls.
+
+        Raises:
+            RuntimeError: a parameter of a frozen group has been made trainable since.
+        """
+        if not self.requires_grad:
+            self._check_still_frozen()
         self.unshard_parameters(phase)
         self._holders += 1
+
+    def _check_still_frozen(self) -> None:
+        for parameter in self.parameters:
+            if parameter.sharded.requires_grad:
+                raise RuntimeError(
+                    f"parameter {parameter.fqns[0]!r} of {self.label!r} was frozen when "
+                    "fully_shard was called and has requires_grad=True now, but its group has no gradient "
+                    "buffer; set requires_grad before fully_shard"
+                )
 
     def drop(self) -> None:
         """Give one hold back; the last one releases the storage.

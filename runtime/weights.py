@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.utils.dlpack import from_dlpack
 
 from .dbuffer import DBuffer
 from .layout import GlobalLayout
@@ -80,9 +81,9 @@ class GroupWeights:
             return DBuffer(
                 mesh, replicated, shapes, self.model.dtype, self.model.device, layout=layout
             )
-        # The same memory, but a storage of its own: the op ``unshard`` must not return what autograd
-        # and compilers would recognise as its input.
-        local = torch.from_dlpack(self.model.local)
+        # The same memory, but a storage of its own: the op ``unshard`` must not return what
+        # autograd and compilers would recognise as its input.
+        local = from_dlpack(self.model.local)
         return DBuffer.from_local(local, mesh, replicated, shapes, layout=layout)
 
     def follow_main(self) -> None:
