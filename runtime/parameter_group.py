@@ -425,8 +425,8 @@ class FsdpParameterGroup:
             if parameter.sharded.requires_grad:
                 raise RuntimeError(
                     f"parameter {parameter.fqns[0]!r} of {self.label!r} was frozen when "
-                    "fully_shard was called and has requires_grad=True now, but its group has no gradient "
-                    "buffer; set requires_grad before fully_shard"
+                    "fully_shard was called and has requires_grad=True now, but its group has no "
+                    "gradient buffer; set requires_grad before fully_shard"
                 )
 
     def drop(self) -> None:
