@@ -39,11 +39,6 @@ class FsdpContext(GroupContext):
         }
 
     @property
-    def units(self) -> list[FsdpUnit]:
-        """All units, in forward order; the root is first."""
-        return self._forward_order
-
-    @property
     def is_computing(self) -> bool:
         """Whether an eager forward of this root, or any backward, is running."""
         return self.eager_depth > 0 or in_backward()
@@ -68,17 +63,24 @@ class FsdpContext(GroupContext):
         if self.eager_depth > 0 and interrupted:
             self.eager_depth = 0
         if self.eager_depth == 0:
+            self.drop_leftovers()
             self.begin_graph()
         self.eager_depth += 1
 
-    def leave_forward(self) -> None:
-        """An eager forward ended; the outermost one drops what nobody holds any more."""
+    def leave_forward(self) -> tuple[FsdpParameterGroup, ...]:
+        """An eager forward ended; the outermost one drops what nobody holds any more.
+
+        Returns:
+            Where it was the outermost, the groups that were unsharded on demand meanwhile: backward
+            will need them.
+        """
         self.eager_depth -= 1
-        if self.eager_depth == 0:
-            self._drop_on_demand()
-            for group in self.groups():
-                if group.is_unsharded and not group.is_held:
-                    group.reshard_parameters()
+        if self.eager_depth > 0:
+            return ()
+        on_demand = tuple(self._on_demand)
+        self._drop_on_demand()
+        self._drop_unheld()
+        return on_demand
 
     def drop_leftovers(self) -> None:
         """See `GroupContext.drop_leftovers`; units go back to RESTING."""
@@ -95,9 +97,7 @@ class FsdpContext(GroupContext):
         self._drop_on_demand()
         for group in self.groups():
             group.reduce_gradients()
-        for group in self.groups():
-            if group.is_unsharded and not group.is_held:
-                group.reshard_parameters()
+        self._drop_unheld()
         super().end_of_backward()
 
     def finish_unit_backward(self, unit: FsdpUnit) -> None:
@@ -112,6 +112,12 @@ class FsdpContext(GroupContext):
         following = self._next[phase].get(unit)
         if following is not None:
             following.prefetch(phase)
+
+    def _drop_unheld(self) -> None:
+        """Prefetched for somebody who never came."""
+        for group in self.groups():
+            if group.is_unsharded and not group.is_held:
+                group.reshard_parameters()
 
     def _drop_on_demand(self) -> None:
         for group in list(self._on_demand):

@@ -7,13 +7,14 @@ Per FSDP module, in this order::
     pre-backward    (first output gradient) unshard self, wait, prefetch the next in backward
     post-backward   (gradients of all inputs, or the end of the backward) release, reduce
 
-A group whose every parameter has its gradient is released and reduced at once, without waiting
-for the module's inputs. All hooks return at once while Dynamo traces: compiled graphs carry their
-own communication.
+A group whose every parameter has its gradient is reduced at once, without waiting for the
+module's inputs. All hooks return at once while Dynamo traces: compiled graphs carry their
+own communication, and hooks that the interpreter calls around compiled code hold nothing.
 """
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, cast
 
 import torch
@@ -23,7 +24,13 @@ from compile_fsdp.runtime.parameter_group import FsdpParameter, FsdpParameterGro
 from compile_fsdp.runtime.torch_internals import in_backward
 
 from .module import FsdpUnit
-from .torch_internals import flatten, never_compiled_alone, unflatten
+from .torch_internals import (
+    flatten,
+    inlined_or_skipped,
+    is_dynamo_active,
+    never_compiled_alone,
+    unflatten,
+)
 
 
 def install_hooks(module: nn.Module, unit: FsdpUnit) -> None:
@@ -36,46 +43,106 @@ def install_hooks(module: nn.Module, unit: FsdpUnit) -> None:
                 _reduce_when_complete(unit, group, parameter)
 
 
-@never_compiled_alone
+def _unit_of(module: nn.Module) -> FsdpUnit:
+    return cast(FsdpUnit, module._fsdp_unit)
+
+
+@inlined_or_skipped
 def _pre_forward(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     if torch.compiler.is_compiling():
         return None
-    unit = cast(FsdpUnit, module._fsdp_unit)
+    return _enter_forward(_unit_of(module), args, kwargs, is_dynamo_active())
+
+
+@inlined_or_skipped
+def _post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    if torch.compiler.is_compiling():
+        return None
+    return _leave_forward(_unit_of(module), output, is_dynamo_active())
+
+
+@never_compiled_alone
+def _enter_forward(
+    unit: FsdpUnit, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """``compiled``: Dynamo compiles what the module runs, and graphs bring their own gathers; what
+    Dynamo leaves to the interpreter unshards on demand."""
     if in_backward():
         # Recomputation: the weights serve this backward, and the forward order says nothing
         # about what is needed next.
         unit.move_to(Phase.BACKWARD)
         unit.hold_all()
         unit.context.finish_at_end_of_backward()
-        return None
-    unit.context.enter_forward(unit)
-    unit.move_to(Phase.FORWARD)
-    unit.hold_all()
-    unit.context.prefetch_after(unit, Phase.FORWARD)
-    for group in unit.groups:
-        group.release_unused_gradient_storage()
+    else:
+        unit.context.enter_forward(unit)
+        unit.move_to(Phase.FORWARD)
+        if compiled:
+            return None
+        unit.hold_all()
+        unit.context.prefetch_after(unit, Phase.FORWARD)
     return _watch_inputs(unit, args, kwargs) if torch.is_grad_enabled() else None
 
 
 @never_compiled_alone
-def _post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    if torch.compiler.is_compiling():
-        return
-    unit = cast(FsdpUnit, module._fsdp_unit)
+def _leave_forward(unit: FsdpUnit, output: Any, compiled: bool) -> Any:
+    """Returns the output where it must be replaced, else None (as a forward hook does)."""
+    replaced = None if compiled else _without_views_of_full_parameters(unit, output)
+    on_demand: tuple[FsdpParameterGroup, ...] = ()
     if unit.phase is Phase.FORWARD:
         unit.drop_all()
         unit.move_to(Phase.RESTING)
-        unit.context.leave_forward()
-    if torch.is_grad_enabled():
-        _watch_outputs(unit, output)
+        on_demand = unit.context.leave_forward()
+    if torch.is_grad_enabled() and (on_demand or not compiled):
+        watched = output if replaced is None else replaced
+        _watch_outputs(unit, watched, on_demand, holds_unit=not compiled)
+    return replaced
 
 
-def _watch_outputs(unit: FsdpUnit, output: Any) -> None:
+def _without_views_of_full_parameters(unit: FsdpUnit, output: Any) -> Any:
+    """A module may return its parameter; outside it, the memory would be gone. None: it did not."""
+    storages = {
+        group.full_local_tensor.untyped_storage().data_ptr()
+        for group in unit.groups
+        if group.info.gathers
+    }
+    leaves, structure = flatten(output)
+    escaping = [
+        position
+        for position, leaf in enumerate(leaves)
+        if type(leaf) in (torch.Tensor, nn.Parameter)
+        and leaf.layout == torch.strided
+        and leaf.untyped_storage().data_ptr() in storages
+    ]
+    for position in escaping:
+        leaves[position] = leaves[position].clone()
+    return unflatten(leaves, structure) if escaping else None
+
+
+def _watch_outputs(
+    unit: FsdpUnit,
+    output: Any,
+    on_demand: tuple[FsdpParameterGroup, ...],
+    *,
+    holds_unit: bool,
+) -> None:
+    """Unshard when the first gradient of an output arrives: the unit's own groups, and those that
+    were unsharded on demand below it, whose owners' hooks did not run."""
+
     @never_compiled_alone
     def pre_backward(gradient: torch.Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"backward with create_graph=True through FSDP module {unit.fqn or '<root>'!r}: "
+                "gradients of gradients are not supported with sharded parameters; compute them "
+                "with an unsharded copy"
+            )
         unit.context.finish_at_end_of_backward()
+        for group in on_demand:
+            unit.context.unshard_on_demand(group)
+        if not holds_unit:
+            return
         entering = unit.phase is Phase.RESTING
         unit.move_to(Phase.BACKWARD)
         unit.hold_all()
@@ -128,13 +195,17 @@ class _PostBackward(torch.autograd.Function):
 def _reduce_when_complete(
     unit: FsdpUnit, group: FsdpParameterGroup, parameter: FsdpParameter
 ) -> None:
+    # Weakly: autograd holds the hook where Python's garbage collector cannot see it.
+    unit_reference, group_reference = weakref.ref(unit), weakref.ref(group)
+
     @never_compiled_alone
     def accumulated(_: torch.Tensor) -> None:
+        unit, group = unit_reference(), group_reference()
+        if unit is None or group is None:
+            return
         unit.context.finish_at_end_of_backward()
         if all(other.unsharded.grad is not None for other in group.parameters):
-            # Whoever else reads these weights in this backward has run: their gradients were
-            # summed before the last of them got here.
-            unit.drop(group)
+            # The weights stay: a path without a gradient (a detached use) may still read them.
             group.reduce_gradients()
 
     parameter.unsharded.register_post_accumulate_grad_hook(accumulated)

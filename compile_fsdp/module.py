@@ -59,7 +59,7 @@ class ParameterSlot:
             return parameter.unsharded
         return parameter.sharded
 
-    def as_sharded(self, fqn: str, full: torch.Tensor) -> torch.Tensor:
+    def as_sharded(self, full: torch.Tensor) -> torch.Tensor:
         """``full`` as a DTensor that can be copied into the sharded parameter.
 
         A value of another shape comes back as it is: nn.Module reports those by name.
@@ -213,7 +213,7 @@ class ManagedParameters(_NotCopyable):
         for name, slot in self._fsdp_slots.items():
             value = state_dict.get(prefix + name)
             if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
-                state_dict[prefix + name] = slot.as_sharded(prefix + name, value)
+                state_dict[prefix + name] = slot.as_sharded(value)
         super()._load_from_state_dict(  # type: ignore[misc]
             state_dict, prefix, local_metadata, *args
         )

@@ -17,19 +17,32 @@ from torch.utils import _pytree
 _F = TypeVar("_F", bound=Callable[..., object])
 
 
-def never_compiled_alone(function: _F) -> _F:
+def inlined_or_skipped(function: _F) -> _F:
     """Let Dynamo inline ``function`` into a trace, but never start a trace at it.
 
     A hook begins with ``if torch.compiler.is_compiling(): return``, which is right when it is
     traced as a part of a module's call. After a graph break the module is called by the
     interpreter, and Dynamo would take the hook for a program of its own: ``is_compiling()``
-    would be true and the hook would do nothing. Skipping its code object, and whatever it calls,
-    is what ``torch.compiler.disable`` does at run time, but that cannot be inlined.
+    would be true and the hook would do nothing. ``torch.compiler.disable`` could not be inlined.
     """
-    skip = eval_frame._FrameAction.SKIP
-    strategy = eval_frame._FrameExecStrategy(skip, skip)
+    return _skip(function, eval_frame._FrameAction.DEFAULT)
+
+
+def never_compiled_alone(function: _F) -> _F:
+    """As `inlined_or_skipped`, and whatever ``function`` calls is not compiled either."""
+    return _skip(function, eval_frame._FrameAction.SKIP)
+
+
+def _skip(function: _F, callees: Any) -> _F:
+    strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, callees)
     eval_frame.set_code_exec_strategy(cast(FunctionType, function).__code__, strategy)
     return function
+
+
+def is_dynamo_active() -> bool:
+    """Whether Dynamo compiles the frames that are about to run (the answer holds for a caller
+    that is `inlined_or_skipped`). ``torch.compiler.is_compiling`` is about tracing only."""
+    return eval_frame.get_eval_frame_callback() not in (None, False)
 
 
 def flatten(tree: object) -> tuple[list[Any], Any]:

@@ -77,21 +77,24 @@ class GroupContext:
                 yield group
 
     def begin_graph(self) -> None:
-        """A compiled graph is about to issue its first gather.
+        """A graph, or an outermost forward, is about to issue its first gather.
 
-        The gather lane first waits for what compute wrote (an optimizer step). If nothing of
-        this root can be running, a group that is still held was left behind by an exception, and
-        what it holds may be older than the last optimizer step: it is dropped.
+        The gather lane first waits for what compute wrote (an optimizer step), and gradients that
+        ``zero_grad`` has dropped give their memory back.
         """
-        if self.eager_depth == 0 and not in_backward():
-            self.drop_leftovers()
         self.lanes.gather.wait_current()
+        if not in_backward():
+            for group in self.groups():
+                group.release_unused_gradient_storage()
 
     def drop_leftovers(self) -> None:
-        """Release every group that an interrupted forward or backward left unsharded."""
+        """Release every group that an interrupted forward or backward left unsharded, and forget
+        the gradients of such a backward that were not reduced yet."""
         for group in self.groups():
-            group.drop_all()
+            group.reshard_parameters()
+            group.forget_unreduced_gradients()
         self._reduced.clear()
+        self._in_flight.clear()
         self._finish_queued = False
 
     def note_reduction(self, group: FsdpParameterGroup, partial: DBuffer, reduced: Event) -> None:
@@ -127,11 +130,11 @@ class GroupContext:
 
     def end_of_backward(self) -> None:
         """Finish gradients: outer reductions on the last microbatch, then wait for all of them."""
-        if self.is_last_microbatch:
-            for group in list(self._reduced):
-                group.reduce_outer_gradients()
         for group in self._reduced:
+            if self.is_last_microbatch:
+                group.reduce_outer_gradients()
             group.flat_leaf.grad = None
+        self._reduced.clear()
         self.wait_for_reductions()
 
     def wait_for_reductions(self) -> None:
@@ -139,4 +142,3 @@ class GroupContext:
         self.lanes.reduce_inner.synchronize()
         self.lanes.reduce_outer.synchronize()
         self._in_flight.clear()
-        self._reduced.clear()

@@ -164,6 +164,7 @@ class RowShard(Shard):
         width = math.prod(tensor.shape[1:])
         output = tensor.new_empty((own_rows, *tensor.shape[1:]))
         lane = make_lane(tensor.device, "dtensor")
+        lane.wait_current()
         reduce_scatter(
             lane,
             output.view(-1),
@@ -211,6 +212,7 @@ class RowShard(Shard):
         segments = [self.axes.number_of(coordinate) for coordinate in coordinates]
         numels = [self.rows[segment] * width for segment in segments]
         lane = make_lane(local_tensor.device, "dtensor")
+        lane.wait_current()
         held, pieces = local_tensor.contiguous().view(-1), 1
         for done, axis in enumerate(reversed(mesh_axes), start=1):
             ranks, prefix = mesh.size(axis), self.axes.coordinate[: len(mesh_axes) - done]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from .dbuffer import DBuffer
 from .streams import Event, Lane
@@ -30,6 +30,7 @@ class MainGradient:
         allocate: makes a new buffer at the gradient placements.
         finished_placements: placements a finished gradient has (the optimizer's).
         parameters: the sharded parameters, in tensor order, whose ``.grad`` is bound here.
+        fqns: their names, for messages.
 
     Attributes:
         buffer: the accumulator at the gradient placements.
@@ -42,10 +43,13 @@ class MainGradient:
         allocate: Callable[[], DBuffer],
         finished_placements: Sequence[Placement],
         parameters: Sequence[nn.Parameter],
+        fqns: Sequence[str],
     ) -> None:
         self._allocate = allocate
         self._finished_placements = tuple(finished_placements)
         self._parameters = tuple(parameters)
+        self._fqns = tuple(fqns)
+        self._bound: dict[int, torch.Tensor] = {}
         self._use(allocate())
         # What a group without gradients shows: the same buffers, without memory.
         self._unallocated = (self.buffer, self.finished)
@@ -53,6 +57,7 @@ class MainGradient:
         self.needs_outer = self.buffer.placements != self.finished.placements
         self._stale = False
         self._carry: torch.Tensor | None = None
+        self._carry_in_use: torch.Tensor | None = None
         self._outer_event: Event | None = None
 
     def _use(self, buffer: DBuffer) -> None:
@@ -78,16 +83,20 @@ class MainGradient:
         ``.grad`` of the parameters in ``indices`` is bound at once, except of one that the user has
         frozen meanwhile; values are there when the lane has run.
         """
+        self._take_over_foreign_gradients(lane)
         missing = [i for i, parameter in enumerate(self._parameters) if parameter.grad is None]
         begins = len(missing) == len(self._parameters)
         if begins:
             # New storage rather than the old one again: a gradient that the user kept from the
             # last step stays what it was.
+            # Lets go of the old storage first.
+            self.buffer, self.finished = self._unallocated
+            self._bound.clear()
             self._use(self._allocate())
             self._stale = False
             self._carry = None
         elif self._stale:
-            self._set_finished_aside()
+            self._set_finished_aside(missing)
         lane.wait_current()
         reduced = reduce_to(partial, self.buffer.placements, lane, label=label)
         target = self.buffer.local
@@ -108,11 +117,49 @@ class MainGradient:
         wanted = [i for i in indices if self._parameters[i].requires_grad]
         self._bind(self.buffer, [i for i in wanted if self._parameters[i].grad is None])
 
-    def _set_finished_aside(self) -> None:
-        """Finished gradients were kept (several backwards, or zeroed in place): they come back
-        after the next outer reduction, which must see only what has not been reduced yet."""
+    def _take_over_foreign_gradients(self, lane: Lane) -> None:
+        """Copy in every ``.grad`` that somebody else has put there (``p.grad = p.grad * 0.5``).
+
+        Raises:
+            RuntimeError: it cannot be taken over: it is not distributed like the parameter, or the
+                accumulated gradients are waiting for their last microbatch.
+        """
+        foreign = [
+            index
+            for index, parameter in enumerate(self._parameters)
+            if parameter.grad is not None and parameter.grad is not self._bound.get(index)
+        ]
+        if not foreign:
+            return
+        lane.synchronize()
         if self._outer_event is not None:
             self._outer_event.wait()
+        if self.buffer is self._unallocated[0]:
+            self._use(self._allocate())
+            self.buffer.local.zero_()
+            self._stale = self.needs_outer
+        for index in foreign:
+            gradient = self._parameters[index].grad
+            mine = self.finished.get_local_tensor(index)
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            if local is None or local.shape != mine.shape or (self.needs_outer and not self._stale):
+                raise RuntimeError(
+                    f"parameter {self._fqns[index]!r} has a .grad that was not put there by a "
+                    "backward, and another backward cannot add to it: expected a DTensor with the "
+                    "parameter's placements, set after the last microbatch; change gradients in "
+                    "place (p.grad.mul_(...)) instead"
+                )
+            mine.copy_(local)
+            self._parameters[index].grad = None
+        self._bind(self.finished, foreign)
+
+    def _set_finished_aside(self, dropped: Sequence[int]) -> None:
+        """Finished gradients were kept (several backwards, or zeroed in place): they come back
+        after the next outer reduction, which must see only what has not been reduced yet. Those
+        that the user dropped do not come back."""
+        if self._outer_event is not None:
+            self._outer_event.wait()
+        zero_each([self.finished.get_local_tensor(index) for index in dropped])
         self._carry = self.finished.local.clone()
         self.buffer.local.zero_()
         self._stale = False
@@ -127,7 +174,8 @@ class MainGradient:
             return
         lane.wait_event(accumulated)
         finished, carry = self.finished, self._carry
-        self._carry = None
+        # Kept until the next contribution: it is compute's memory, and the lane still reads it.
+        self._carry_in_use, self._carry = carry, None
         redistribute_stepwise(self.buffer, finished, lane, label=label)
         if carry is not None:
             kept = carry
@@ -149,10 +197,13 @@ class MainGradient:
         if self.buffer is not self._unallocated[0]:
             if all(parameter.grad is None for parameter in self._parameters):
                 self.buffer, self.finished = self._unallocated
+                self._bound.clear()
 
     def _bind(self, buffer: DBuffer, indices: Sequence[int]) -> None:
         for index in indices:
-            self._parameters[index].grad = buffer.get_dtensor(index)
+            gradient = buffer.get_dtensor(index)
+            self._parameters[index].grad = gradient
+            self._bound[index] = gradient
 
 
 def redistribute_stepwise(

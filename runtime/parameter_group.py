@@ -190,6 +190,7 @@ class FsdpParameterGroup:
         self._ready: Event | None = None
         self._ready_for: dict[Phase, Event] = {}
         self._maybe_stepped = True
+        self._full_outdated = False
 
     # Construction ------------------------------------------------------------------------------
 
@@ -206,7 +207,8 @@ class FsdpParameterGroup:
         def allocate() -> DBuffer:
             return self._new_buffer(grad_placements, precision.main_grads_dtype)
 
-        return MainGradient(allocate, main_placements, sharded)
+        fqns = [parameter.fqns[0] for parameter in self.parameters]
+        return MainGradient(allocate, main_placements, sharded, fqns)
 
     def _new_buffer(self, placements: Sequence[Placement], dtype: torch.dtype) -> DBuffer:
         return DBuffer(
@@ -225,11 +227,14 @@ class FsdpParameterGroup:
         attributes = dict(original.__dict__)
         full_view = self._weights.full.get_local_tensor(index)
         if original.device.type == "meta" or original.device != full_view.device:
-            unsharded = nn.Parameter(full_view, requires_grad=original.requires_grad)
+            empty = torch.empty(0, dtype=full_view.dtype, device=full_view.device)
+            unsharded = nn.Parameter(empty, requires_grad=original.requires_grad)
             unsharded.__dict__.update(attributes)
         else:
             unsharded = original
-            unsharded.data = full_view
+        # Not a Parameter made of the view: that would share its version counter, and every gather
+        # would look like an in-place change of what autograd saved.
+        unsharded.data = full_view
         sharded = dtensor_parameter(
             self.main_weight.get_dtensor(index), requires_grad=original.requires_grad
         )
@@ -337,6 +342,7 @@ class FsdpParameterGroup:
         with torch.inference_mode(False), torch.no_grad():
             self._weights.follow_main()
         self._maybe_stepped = False
+        self._full_outdated = True
 
     def _refresh_model_weight(self, lane: Lane) -> bool:
         """Bring the model weight up to date; True if the gather lane is still writing it."""
@@ -346,6 +352,7 @@ class FsdpParameterGroup:
         refreshing = self._weights.redistribute(lane, self.label)
         if refreshing and not self._weights.gathers:
             self._ready = lane.record_event()
+            self._ready_for.clear()
         return refreshing
 
     # Unshard and reshard -----------------------------------------------------------------------
@@ -364,9 +371,12 @@ class FsdpParameterGroup:
         with torch.inference_mode(False), torch.no_grad():
             lane = self.context.lanes.gather
             refreshing = self._refresh_model_weight(lane)
-            if not self._unsharded:
+            # Still unsharded since before a step: whoever held it was interrupted.
+            leftover = self._full_outdated and self._weights.gathers and not in_backward()
+            if not self._unsharded or leftover:
                 self._weights.gather(lane, self.label, depends=refreshing)
                 self._unsharded = True
+                self._full_outdated = False
                 self._ready = lane.record_event()
         if phase is not None and self._ready is not None:
             self._ready_for[phase] = self._ready
@@ -443,10 +453,6 @@ class FsdpParameterGroup:
         self._holders -= 1
         if self._holders == 0:
             self.reshard_parameters()
-
-    def drop_all(self) -> None:
-        """Release the storage whoever holds it (recovery after an exception)."""
-        self.reshard_parameters()
 
     @property
     def is_held(self) -> bool:
@@ -561,6 +567,13 @@ class FsdpParameterGroup:
                 self._gradient.finish(
                     lanes.reduce_outer, lanes.reduce_inner.record_event(), label=self.label
                 )
+
+    def forget_unreduced_gradients(self) -> None:
+        """Drop what an interrupted backward left on the unsharded parameters, which no
+        ``zero_grad`` sees."""
+        for parameter in self.parameters:
+            parameter.unsharded.grad = None
+        self.flat_leaf.grad = None
 
     def release_unused_gradient_storage(self) -> None:
         """Free ``main_grad`` when no parameter's ``.grad`` refers to it any more."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import sys
+import weakref
 
 import pytest
 import torch
@@ -21,11 +23,14 @@ from compile_fsdp import (
     fully_shard_optimizer,
 )
 from compile_fsdp.backend import CompileOptions
+from compile_fsdp.runtime.context import CommunicationLanes
+from compile_fsdp.runtime.streams import RecordingLane
 from tests.distributed import distributed
 from tests.models import LanguageModel, language_batches
-from tests.training import cpu_mesh, drive, full, local_batch, shard_blocks
+from tests.training import assert_gradients_close, cpu_mesh, drive, full, local_batch, shard_blocks
 
 
+@pytest.mark.compat
 @distributed(2)
 def test_at_rest_parameters_are_sharded_dtensors_under_unchanged_names() -> None:
     model = LanguageModel()
@@ -183,7 +188,10 @@ def test_meta_init_then_load(driver: str) -> None:
     model.load_state_dict(source.state_dict())
     assert model.head._parameters["weight"] is model.embedding._parameters["weight"]
     batch = local_batch(language_batches(1, 2)[0])
-    torch.testing.assert_close(drive(model, driver)(*batch), source(*batch), rtol=0, atol=0)
+    loss = drive(model, driver)(*batch)
+    torch.testing.assert_close(loss, source(*batch), rtol=0, atol=0)
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 @distributed(2)
@@ -254,7 +262,91 @@ def test_an_exception_in_forward_leaves_nothing_behind() -> None:
     with pytest.raises(ValueError, match="batch_size"):
         model(tokens, targets[:, :2])
     model(tokens, targets).backward()
+    assert model._fsdp_unit.context.eager_depth == 0
+    assert isinstance(model.head.weight, DTensor)
     assert not any(group.is_unsharded for group in model._fsdp_unit.context.groups())
     for parameter, value in zip(model.parameters(), reference, strict=True):
         torch.testing.assert_close(full(parameter), value, rtol=0, atol=0)
         assert parameter.grad is not None
+
+
+class FailingBackward(torch.autograd.Function):
+    """Identity that raises in backward while ``armed``."""
+
+    armed = False
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        if FailingBackward.armed:
+            raise ArithmeticError("in backward")
+        return gradient
+
+
+class FailsInTheMiddle(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(FailingBackward.apply(self.first(x))).sum()
+
+
+@distributed(2)
+def test_an_exception_in_backward_then_a_retry_counts_no_gradient_twice() -> None:
+    """The second layer's gradient was there when the backward was interrupted."""
+    model = FailsInTheMiddle()
+    reference = copy.deepcopy(model)
+    fully_shard(model, cpu_mesh())
+    x = torch.randn(3, 4)
+    FailingBackward.armed = True
+    with pytest.raises(ArithmeticError):
+        model(x).backward()
+    FailingBackward.armed = False
+    model.zero_grad()
+    model(x).backward()
+    reference(x).backward()
+    assert_gradients_close(model, reference)
+
+
+@distributed(2)
+def test_a_deleted_model_is_freed_groups_and_all() -> None:
+    model = shard_blocks(LanguageModel())
+    model(*local_batch(language_batches(1, 2)[0])).backward()
+    groups = [weakref.ref(group) for group in model._fsdp_unit.context.groups()]
+    del model
+    gc.collect()
+    assert all(group() is None for group in groups)
+
+
+@distributed(2)
+def test_weights_in_flight_are_waited_for_before_their_memory_goes() -> None:
+    model = nn.Linear(4, 4)
+    fully_shard(model, cpu_mesh())
+    (group,) = model.fsdp_parameter_groups
+    records: list[tuple[str, str, str]] = []
+    lanes = [RecordingLane(name, records) for name in ("gather", "inner", "outer")]
+    group.context.__dict__["lanes"] = CommunicationLanes(*lanes)
+    group.unshard_parameters()
+    group.reshard_parameters()
+    assert [record[:2] for record in records][-2:] == [("compute", "wait"), ("gather", "current")]
+    with pytest.raises(RuntimeError, match=r"wait_for_unshard was called while .* sharded"):
+        group.wait_for_unshard()
+    with pytest.raises(RuntimeError, match="released more often than it was unsharded"):
+        group.drop()
+
+
+@distributed(2)
+def test_the_next_unit_is_gathered_while_one_computes() -> None:
+    model = shard_blocks(LanguageModel(blocks=3))
+    groups = [block.fsdp_parameter_groups[0] for block in model.blocks]
+    seen = []
+    model.blocks[0].norm.register_forward_hook(
+        lambda *_: seen.append([group.is_unsharded for group in groups])
+    )
+    model(*local_batch(language_batches(1, 2)[0]))
+    assert seen == [[True, True, False]]

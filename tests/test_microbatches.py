@@ -143,3 +143,30 @@ def test_grad_scale_multiplies_each_contribution() -> None:
         plain(x).sum().backward()
     for small, large in zip(scaled.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(full(small.grad), 0.25 * full(large.grad), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("driver", ["eager", "aot_eager"])
+@distributed(2)
+def test_a_parameter_unused_in_the_second_backward_keeps_its_gradient(driver: str) -> None:
+    model = LateUse()
+    sharded = copy.deepcopy(model)
+    fully_shard(sharded, cpu_mesh())
+    call = drive(sharded, driver)
+    for both in (True, False):
+        batch = [torch.randn(4, 4), torch.randn(4, 2)]
+        model(*batch, both).backward()
+        call(*local_batch(batch), both).backward()
+    assert_gradients_close(sharded, model)
+
+
+@distributed(2)
+def test_a_replaced_gradient_is_added_to() -> None:
+    sharded = shard_blocks(LanguageModel())
+    (batch,) = language_batches(1, 2)
+    sharded(*local_batch(batch)).backward()
+    once = {name: full(each.grad) for name, each in sharded.named_parameters()}
+    for parameter in sharded.parameters():
+        parameter.grad = parameter.grad * 0.5
+    sharded(*local_batch(batch)).backward()
+    for name, parameter in sharded.named_parameters():
+        torch.testing.assert_close(full(parameter.grad), 1.5 * once[name])

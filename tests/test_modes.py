@@ -24,7 +24,7 @@ from compile_fsdp import (
 from compile_fsdp.runtime import collectives
 from tests.distributed import distributed
 from tests.models import LanguageModel, language_batches
-from tests.training import adamw, drive, full, local_batch
+from tests.training import adamw, assert_gradients_close, drive, full, local_batch
 
 MICROBATCHES = 2
 
@@ -145,6 +145,40 @@ def test_backwards_without_microbatch_lose_nothing(mode: str) -> None:
     for found, expected in zip(sharded.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(full(found.grad), expected.grad)
     assert dist.get_world_size() == 2
+
+
+@pytest.mark.parametrize("mode", ["ddp", "zero1"])
+@distributed(2)
+def test_a_dropped_gradient_does_not_come_back(mode: str) -> None:
+    """Two optimizers, of which one zeroes its parameters' gradients between two backwards."""
+    mesh = mesh_of((2,))
+    model = LanguageModel()
+    sharded = copy.deepcopy(model)
+    shard(sharded, getattr(Placements, mode)(mesh), mesh)
+    for batch in language_batches(2, 2):
+        for each in (sharded, model):
+            each.embedding._parameters["weight"].grad = None
+        sharded(*local_batch(batch)).backward()
+        model(*batch).backward()
+    assert_gradients_close(sharded, model)
+
+
+@distributed(2)
+def test_zero1_with_one_block_compiled_below_an_eager_root() -> None:
+    """Eager and compiled parts of one backward: every gradient is finished."""
+    mesh = mesh_of((2,))
+    model = LanguageModel()
+    sharded = copy.deepcopy(model)
+    shard(sharded, Placements.zero1(mesh), mesh)
+    sharded.blocks[0].compile(backend="compile_fsdp", options={"inner": "aot_eager"})
+    steps = [language_batches(1, 2) for _ in range(3)]
+    train_microbatches(sharded, sharded, steps, is_sharded=True)
+    train_microbatches(model, model, steps, is_sharded=False)
+    for found, expected in zip(sharded.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(full(found), expected.detach(), rtol=1e-4, atol=2e-6)
+    sharded(*local_batch(steps[0][0])).backward()
+    for name, parameter in sharded.named_parameters():
+        assert parameter.grad.placements == parameter.placements, name
 
 
 @distributed(2)

@@ -139,3 +139,45 @@ def test_a_parameter_shared_by_two_fsdp_modules_is_refused_by_name() -> None:
     assert dict(model.named_parameters()) == before
     assert type(model) is LanguageModel
     assert dist.get_world_size() == 2
+
+
+class ReadElsewhere(nn.Module):
+    """Weights read outside their owner's forward, detached, and returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4, bias=False), Prompt()])
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        weight = self.blocks[0].weight
+        hidden = torch.tanh(F.linear(F.linear(x, weight.detach()), weight))
+        return F.mse_loss(hidden + self.blocks[1](), y)
+
+
+class Prompt(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompt = nn.Parameter(torch.randn(4))
+
+    def forward(self) -> torch.Tensor:
+        return self.prompt
+
+
+@pytest.mark.parametrize("driver", ["eager", "aot_eager"])
+@distributed(2)
+def test_weights_read_outside_their_module_detached_and_returned(driver: str) -> None:
+    model = ReadElsewhere()
+    batches = [(torch.randn(6, 4), torch.randn(6, 4)) for _ in range(3)]
+    sharded = shard_blocks(copy.deepcopy(model))
+    run = train(sharded, batches, call=drive(sharded, driver))
+    assert_close(run, train_reference(model, batches))
+    assert not any(group.is_unsharded for group in sharded._fsdp_unit.context.groups())
+
+
+@distributed(2)
+def test_gradients_of_gradients_are_refused_in_eager() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    fully_shard(model, cpu_mesh())
+    x = torch.randn(2, 4, requires_grad=True)
+    with pytest.raises(RuntimeError, match="create_graph=True through FSDP module '<root>'"):
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
