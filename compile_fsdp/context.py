@@ -54,26 +54,26 @@ class FsdpContext(GroupContext):
         group.wait_for_unshard()
 
     def enter_forward(self, unit: FsdpUnit) -> None:
-        """``unit``'s eager forward begins.
-
-        A root that begins a forward, or a unit that begins one while its own is running, means
-        that an exception ended the one before: what that left behind is dropped.
-        """
-        interrupted = unit is self._forward_order[0] or unit.phase is Phase.FORWARD
-        if self.eager_depth > 0 and interrupted:
-            self.eager_depth = 0
+        """``unit``'s eager forward begins; it may be running already (a recursive module)."""
         if self.eager_depth == 0:
             self.drop_leftovers()
             self.begin_graph()
         self.eager_depth += 1
+        unit.forwards += 1
+        unit.move_to(Phase.FORWARD)
 
-    def leave_forward(self) -> tuple[FsdpParameterGroup, ...]:
-        """An eager forward ended; the outermost one drops what nobody holds any more.
+    def leave_forward(self, unit: FsdpUnit) -> tuple[FsdpParameterGroup, ...]:
+        """An eager forward ended, also by an exception; the outermost one drops what nobody holds
+        any more.
 
         Returns:
             Where it was the outermost, the groups that were unsharded on demand meanwhile: backward
             will need them.
         """
+        unit.forwards -= 1
+        if unit.forwards == 0:
+            unit.drop_all()
+            unit.move_to(Phase.RESTING)
         self.eager_depth -= 1
         if self.eager_depth > 0:
             return ()

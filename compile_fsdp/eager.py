@@ -15,6 +15,7 @@ own communication, and hooks that the interpreter calls around compiled code hol
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -36,7 +37,7 @@ from .torch_internals import (
 def install_hooks(module: nn.Module, unit: FsdpUnit) -> None:
     """Drive ``unit`` from ``module``'s forward and from its parameters' gradients."""
     module.register_forward_pre_hook(_pre_forward, prepend=True, with_kwargs=True)
-    module.register_forward_hook(_post_forward, prepend=False)
+    module.register_forward_hook(_post_forward, always_call=True)
     for group in unit.groups:
         if group.requires_grad:
             for parameter in group.parameters:
@@ -77,7 +78,6 @@ def _enter_forward(
         unit.context.finish_at_end_of_backward()
     else:
         unit.context.enter_forward(unit)
-        unit.move_to(Phase.FORWARD)
         if compiled:
             return None
         unit.hold_all()
@@ -87,26 +87,27 @@ def _enter_forward(
 
 @never_compiled_alone
 def _leave_forward(unit: FsdpUnit, output: Any, compiled: bool) -> Any:
-    """Returns the output where it must be replaced, else None (as a forward hook does)."""
-    replaced = None if compiled else _without_views_of_full_parameters(unit, output)
+    """Returns the output where it must be replaced, else None (as a forward hook does).
+
+    Called after an exception too, with no output.
+    """
     on_demand: tuple[FsdpParameterGroup, ...] = ()
+    replaced = None
+    if not compiled:
+        outermost = unit.context.eager_depth <= 1
+        groups = unit.context.groups() if outermost else unit.groups
+        replaced = _without_views_of_full_parameters(groups, output)
     if unit.phase is Phase.FORWARD:
-        unit.drop_all()
-        unit.move_to(Phase.RESTING)
-        on_demand = unit.context.leave_forward()
+        on_demand = unit.context.leave_forward(unit)
     if torch.is_grad_enabled() and (on_demand or not compiled):
         watched = output if replaced is None else replaced
         _watch_outputs(unit, watched, on_demand, holds_unit=not compiled)
     return replaced
 
 
-def _without_views_of_full_parameters(unit: FsdpUnit, output: Any) -> Any:
+def _without_views_of_full_parameters(groups: Iterable[FsdpParameterGroup], output: Any) -> Any:
     """A module may return its parameter; outside it, the memory would be gone. None: it did not."""
-    storages = {
-        group.full_local_tensor.untyped_storage().data_ptr()
-        for group in unit.groups
-        if group.info.gathers
-    }
+    storages = {group.full_local_tensor.untyped_storage().data_ptr() for group in groups}
     leaves, structure = flatten(output)
     escaping = [
         position
@@ -149,28 +150,42 @@ def _watch_outputs(
         if entering:
             unit.context.prefetch_after(unit, Phase.BACKWARD)
 
-    for tensor in flatten(output)[0]:
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+    for tensor in _tensors_in(output):
+        if tensor.requires_grad:
             tensor.register_hook(pre_backward)
+
+
+def _tensors_in(output: Any, depth: int = 3) -> Iterator[torch.Tensor]:
+    """The tensors in nests of containers, dataclasses and plain objects."""
+    for leaf in flatten(output)[0]:
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif depth > 0 and hasattr(leaf, "__dict__") and not isinstance(leaf, nn.Module | type):
+            yield from _tensors_in(list(vars(leaf).values()), depth - 1)
 
 
 def _watch_inputs(
     unit: FsdpUnit, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    leaves, spec = flatten((args, kwargs))
+    """Pass the tensors among the arguments through `_PostBackward`.
+
+    Only the arguments themselves: a list or dict stays the caller's own, into which the module may
+    write. A unit whose inputs are all nested is finished at the end of the backward.
+    """
+    values = [*args, *kwargs.values()]
     watched = [
         position
-        for position, leaf in enumerate(leaves)
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        for position, value in enumerate(values)
+        if isinstance(value, torch.Tensor) and value.requires_grad
     ]
     if not watched:
         return None
     passed = _PostBackward.apply(  # type: ignore[no-untyped-call]
-        unit, *(leaves[position] for position in watched)
+        unit, *(values[position] for position in watched)
     )
     for position, tensor in zip(watched, passed, strict=True):
-        leaves[position] = tensor
-    return cast(tuple[tuple[Any, ...], dict[str, Any]], unflatten(leaves, spec))
+        values[position] = tensor
+    return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
 
 
 class _PostBackward(torch.autograd.Function):

@@ -78,6 +78,7 @@ class FsdpUnit:
         groups: the parameter groups it owns; empty for a root without parameters.
         context: what the units of one root share.
         phase: RESTING, FORWARD or BACKWARD.
+        forwards: how many of its forwards are on the Python stack.
     """
 
     def __init__(self, groups: tuple[FsdpParameterGroup, ...], context: FsdpContext) -> None:
@@ -85,6 +86,7 @@ class FsdpUnit:
         self.groups = groups
         self.context = context
         self.phase = Phase.RESTING
+        self.forwards = 0
         self._held: dict[FsdpParameterGroup, None] = {}
 
     def move_to(self, phase: Phase) -> None:
@@ -125,6 +127,7 @@ class FsdpUnit:
         """Back to RESTING after an exception; the groups themselves have been released."""
         self._held.clear()
         self.phase = Phase.RESTING
+        self.forwards = 0
 
     def prefetch(self, phase: Phase) -> None:
         """Start this unit's gathers for somebody who will hold them soon."""
@@ -195,7 +198,7 @@ class ManagedParameters(_NotCopyable):
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
         for name, slot in self._fsdp_slots.items():
             if not keep_vars:
-                destination[prefix + name] = slot.group.main_weight.get_dtensor(slot.index)
+                destination[prefix + name] = slot.group.shard_for_saving(slot.index)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any

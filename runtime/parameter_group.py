@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Placement
+from torch.distributed.tensor import DTensor, Partial, Placement
+from torch.utils.dlpack import from_dlpack
 
 from .context import GroupContext
 from .dbuffer import DBuffer
@@ -31,6 +32,7 @@ from .registry import registry
 from .streams import Event, Lane
 from .torch_internals import (
     copy_each,
+    dtensor_over,
     dtensor_parameter,
     in_backward,
     will_accumulate,
@@ -458,6 +460,19 @@ class FsdpParameterGroup:
     def is_held(self) -> bool:
         """Whether somebody holds the group unsharded (a prefetch alone does not)."""
         return self._holders > 0
+
+    def shard_for_saving(self, index: int) -> DTensor:
+        """This rank's shard of main weight ``index``, aliasing it, that ``torch.save`` accepts.
+
+        torch takes a DTensor for one without memory of its own by its data pointer being 0, which
+        it is not where the local tensor starts inside a storage; so the local tensor gets a storage
+        that starts with it.
+        """
+        shard = self.main_weight.get_dtensor(index)
+        local = shard.to_local()
+        if local.storage_offset() == 0:
+            return shard
+        return dtensor_over(from_dlpack(local), shard._spec)
 
     def copy_full_parameter(self, index: int) -> torch.Tensor:
         """A copy of full parameter ``index``: gather, copy, release. The marker's slow path."""
