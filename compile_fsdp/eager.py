@@ -212,6 +212,7 @@ def _reduce_when_complete(
 ) -> None:
     # Weakly: autograd holds the hook where Python's garbage collector cannot see it.
     unit_reference, group_reference = weakref.ref(unit), weakref.ref(group)
+    fqn = parameter.fqns[0]
 
     @never_compiled_alone
     def accumulated(_: torch.Tensor) -> None:
@@ -219,6 +220,14 @@ def _reduce_when_complete(
         if unit is None or group is None:
             return
         unit.context.finish_at_end_of_backward()
+        if group.gathers and not group.is_held:
+            raise RuntimeError(
+                f"parameter {fqn!r} got a gradient although nothing announced the backward of its "
+                f"FSDP module {unit.fqn or '<root>'!r}, so its weights were not there: what the "
+                "module computed reached the loss without being among its outputs (kept as an "
+                "attribute, or written into an argument). Return it from the module's forward, or "
+                "compile the model"
+            )
         if all(other.unsharded.grad is not None for other in group.parameters):
             # The weights stay: a path without a gradient (a detached use) may still read them.
             group.reduce_gradients()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -57,7 +57,7 @@ class GroupContext:
         self._groups: list[weakref.ref[FsdpParameterGroup]] = []
         self._reduced: dict[FsdpParameterGroup, None] = {}
         self._in_flight: deque[tuple[Event, DBuffer]] = deque()
-        self._finish_queued = False
+        self._finish: weakref.ref[Callable[[], None]] | None = None
 
     @functools.cached_property
     def lanes(self) -> CommunicationLanes:
@@ -95,7 +95,7 @@ class GroupContext:
             group.forget_unreduced_gradients()
         self._reduced.clear()
         self._in_flight.clear()
-        self._finish_queued = False
+        self._finish = None
 
     def note_reduction(self, group: FsdpParameterGroup, partial: DBuffer, reduced: Event) -> None:
         """Remember that ``group`` reduces gradients in this backward.
@@ -119,14 +119,21 @@ class GroupContext:
         """
         if not in_backward():
             self.end_of_backward()
-        elif not self._finish_queued:
-            self._finish_queued = True
-            at_end_of_backward(self._on_backward_end)
+            return
+        if self._finish is not None and self._finish() is not None:
+            return
+        if self._finish is not None:
+            # The engine let go of the callback without calling it: an exception ended that
+            # backward. This is another one.
+            self.drop_leftovers()
 
-    def _on_backward_end(self) -> None:
-        self._finish_queued = False
-        with torch.no_grad():
-            self.end_of_backward()
+        def finish() -> None:
+            self._finish = None
+            with torch.no_grad():
+                self.end_of_backward()
+
+        self._finish = weakref.ref(finish)
+        at_end_of_backward(finish)
 
     def end_of_backward(self) -> None:
         """Finish gradients: outer reductions on the last microbatch, then wait for all of them."""

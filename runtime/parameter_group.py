@@ -457,6 +457,11 @@ class FsdpParameterGroup:
             self.reshard_parameters()
 
     @property
+    def gathers(self) -> bool:
+        """Whether unsharding moves anything; False for replicated weights and a world of one."""
+        return self._weights.gathers
+
+    @property
     def is_held(self) -> bool:
         """Whether somebody holds the group unsharded (a prefetch alone does not)."""
         return self._holders > 0

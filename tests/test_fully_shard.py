@@ -209,8 +209,10 @@ def test_optimizer_hooks_cast_restore_and_refresh() -> None:
     assert seen == [torch.float32, torch.float32]
     assert all(parameter.grad.dtype is torch.bfloat16 for parameter in model.parameters())
     (group,) = model.fsdp_parameter_groups
-    expected = group.main_weight.local.to(torch.bfloat16)
-    torch.testing.assert_close(group.model_weight.local, expected, rtol=0, atol=0)
+    for index in range(2):
+        expected = group.main_weight.get_local_tensor(index).to(torch.bfloat16)
+        found = group.model_weight.get_local_tensor(index)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
     with pytest.raises(NotImplementedError, match="without a closure"):
         optimizer.step(lambda: None)
     with pytest.raises(ValueError, match="already"):

@@ -181,3 +181,49 @@ def test_gradients_of_gradients_are_refused_in_eager() -> None:
     x = torch.randn(2, 4, requires_grad=True)
     with pytest.raises(RuntimeError, match="create_graph=True through FSDP module '<root>'"):
         torch.autograd.grad(model(x).sum(), x, create_graph=True)
+
+
+class KeepsItsLoss(nn.Module):
+    """A router whose auxiliary loss is kept on the module instead of being returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.auxiliary = (x * self.linear.weight[0]).square().sum()
+        return x.detach()
+
+
+@distributed(2)
+def test_a_loss_that_is_no_output_is_an_error_by_name_and_not_garbage() -> None:
+    """The gradient of the weight reads only the input, so torch itself notices nothing."""
+    model = KeepsItsLoss()
+    fully_shard(model, cpu_mesh())
+    model(torch.randn(2, 4))
+    with pytest.raises(RuntimeError, match=r"'linear\.weight' got a gradient although nothing"):
+        model.auxiliary.backward()
+
+
+@distributed(2)
+def test_the_same_graph_again_after_an_exception_in_backward() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    sharded = copy.deepcopy(model)
+    fully_shard(sharded, cpu_mesh())
+    x = torch.randn(3, 4)
+    fail = [True]
+
+    def raise_once(gradient: torch.Tensor) -> None:
+        if fail and fail.pop():
+            raise ArithmeticError("once")
+
+    handle = sharded[0].register_forward_hook(
+        lambda module, args, output: output.register_hook(raise_once) and None
+    )
+    loss = sharded(x).sum()
+    with pytest.raises(ArithmeticError):
+        loss.backward(retain_graph=True)
+    handle.remove()
+    loss.backward()
+    model(x).sum().backward()
+    assert_gradients_close(sharded, model)
