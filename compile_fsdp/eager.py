@@ -44,6 +44,7 @@ def install_hooks(module: nn.Module, unit: FsdpUnit) -> None:
                 _reduce_when_complete(unit, group, parameter)
 
 
+@inlined_or_skipped
 def _unit_of(module: nn.Module) -> FsdpUnit:
     return cast(FsdpUnit, module._fsdp_unit)
 

@@ -39,6 +39,7 @@ def _skip(function: _F, callees: Any) -> _F:
     return function
 
 
+@inlined_or_skipped
 def is_dynamo_active() -> bool:
     """Whether Dynamo compiles the frames that are about to run (the answer holds for a caller
     that is `inlined_or_skipped`). ``torch.compiler.is_compiling`` is about tracing only."""
