@@ -23,11 +23,12 @@ from torch.utils.dlpack import from_dlpack
 
 from .context import GroupContext
 from .dbuffer import DBuffer
+from .group_arguments import mesh_device, owners_of, unique_parameters
 from .group_info import GroupInfo
 from .layout import make_layout
 from .main_gradient import MainGradient
 from .mixed_precision import MixedPrecisionPolicy, ResolvedPrecision
-from .placement import ShardLayout, TensorAtomic, strictest_shard
+from .placement import ShardLayout, strictest_shard
 from .registry import registry
 from .streams import Event, Lane
 from .torch_internals import (
@@ -133,12 +134,12 @@ class FsdpParameterGroup:
             raise NotImplementedError(
                 "use_symm_mem=True is not available yet; pass use_symm_mem=False (the default)"
             )
-        originals = _unique_parameters(fqn_to_parameter)
+        originals = unique_parameters(fqn_to_parameter)
         first = next(iter(originals))
         precision = mixed_precision_policy.resolve(first.dtype)
         self._owning_module = weakref.ref(owning_module)
         self.mesh = mesh
-        self.device = _mesh_device(mesh)
+        self.device = mesh_device(mesh)
         self.grad_scale = grad_scale
         self.requires_grad = first.requires_grad
         self.dtype = first.dtype
@@ -160,7 +161,7 @@ class FsdpParameterGroup:
             shard_count(mesh, main_weight_placements),
             shard=strictest_shard(placements),
             shard_layout=shard_layout,
-            owners=_owners(originals, placements, parameter_to_owner),
+            owners=owners_of(originals, placements, parameter_to_owner),
             alignment=max(1, ALIGNMENT_BYTES // precision.smallest_itemsize(self.dtype)),
         )
         self._weights = GroupWeights(
@@ -599,62 +600,3 @@ class FsdpParameterGroup:
         """Free ``main_grad`` when no parameter's ``.grad`` refers to it any more."""
         if self._gradient is not None:
             self._gradient.release_if_unused()
-
-
-def _owners(
-    originals: Mapping[nn.Parameter, Sequence[str]],
-    placements: Sequence[Placement],
-    parameter_to_owner: Mapping[nn.Parameter, int] | None,
-) -> list[int] | None:
-    """The rank that holds each tensor whole, where the placements ask for that.
-
-    Raises:
-        ValueError: a tensor has no owner.
-    """
-    if not isinstance(strictest_shard(placements), TensorAtomic):
-        return None
-    owners = []
-    for original, fqns in originals.items():
-        owner = None if parameter_to_owner is None else parameter_to_owner.get(original)
-        if owner is None:
-            raise ValueError(
-                f"TensorAtomic keeps every parameter whole on one rank, but parameter {fqns[0]!r} "
-                "has no owner; pass parameter_to_owner={parameter: rank, ...} with all of them"
-            )
-        owners.append(owner)
-    return owners
-
-
-def _unique_parameters(
-    fqn_to_parameter: Mapping[str, nn.Parameter],
-) -> dict[nn.Parameter, list[str]]:
-    """Parameters in order, each with all of its names.
-
-    Raises:
-        ValueError: there is none, or they differ in dtype or requires_grad.
-    """
-    if not fqn_to_parameter:
-        raise ValueError(
-            "a parameter group needs at least one parameter, got none; a module without "
-            "parameters needs no group"
-        )
-    names: dict[nn.Parameter, list[str]] = {}
-    for fqn, parameter in fqn_to_parameter.items():
-        names.setdefault(parameter, []).append(fqn)
-    first_fqn, first = next(iter(fqn_to_parameter.items()))
-    for fqn, parameter in fqn_to_parameter.items():
-        for what in ("dtype", "requires_grad"):
-            expected, found = getattr(first, what), getattr(parameter, what)
-            if expected != found:
-                raise ValueError(
-                    f"parameters of one group must share {what}: {first_fqn!r} has {expected}, "
-                    f"{fqn!r} has {found}; put them into two groups (fully_shard does)"
-                )
-    return names
-
-
-def _mesh_device(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    index = getattr(torch, mesh.device_type).current_device()
-    return torch.device(mesh.device_type, index)
