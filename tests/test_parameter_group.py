@@ -1,0 +1,103 @@
+"""FsdpParameterGroup alone: what it refuses, and how parameters and buffers lead to one another."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from compile_fsdp import MixedPrecisionPolicy, Placements, fully_shard
+from compile_fsdp.runtime.parameter_group import (
+    FsdpParameterGroup,
+    Phase,
+    get_containing_parameter_group,
+    sync_model_weights_from_main_weights,
+)
+from tests.distributed import distributed
+from tests.training import cpu_mesh
+
+
+def make_group(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> FsdpParameterGroup:
+    shard = [Shard(0)]
+    return FsdpParameterGroup(
+        module, parameters, cpu_mesh(), shard, shard, shard, MixedPrecisionPolicy()
+    )
+
+
+@distributed(1)
+def test_empty_and_mixed_groups_are_refused_by_name() -> None:
+    module = nn.Linear(2, 2)
+    half = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
+    with pytest.raises(ValueError, match="at least one parameter"):
+        make_group(module, {})
+    with pytest.raises(ValueError, match=r"share dtype: 'weight' has torch.float32, 'half'"):
+        make_group(module, {"weight": module.weight, "half": half})
+    with pytest.raises(ValueError, match=r"share requires_grad: 'weight' has True, 'frozen'"):
+        make_group(module, {"weight": module.weight, "frozen": frozen})
+
+
+@distributed(2)
+def test_parameters_lead_to_their_group_and_back() -> None:
+    module = nn.Linear(4, 4)
+    original = module.weight
+    fully_shard(module, cpu_mesh())
+    (group,) = module.fsdp_parameter_groups
+    weight = group.parameters[0]
+    assert weight.fqns == ("weight",)
+    assert weight.unsharded is original
+    assert weight.sharded is module._parameters["weight"]
+    assert get_containing_parameter_group(weight.sharded) is group
+    assert get_containing_parameter_group(weight.unsharded) is group
+    assert get_containing_parameter_group(nn.Parameter(torch.zeros(1))) is None
+    assert group.owning_module is module
+
+
+@distributed(2)
+def test_a_group_that_outlives_its_module_says_so() -> None:
+    module = nn.Linear(4, 4)
+    group = make_group(module, dict(module.named_parameters()))
+    del module
+    gc.collect()
+    with pytest.raises(RuntimeError, match="outlived the module that owned it"):
+        _ = group.owning_module
+
+
+@distributed(2)
+def test_unsharding_is_counted_and_events_belong_to_phases() -> None:
+    module = nn.Linear(4, 4)
+    value = module.weight.detach().clone()
+    fully_shard(module, cpu_mesh())
+    (group,) = module.fsdp_parameter_groups
+    storage = group.full_local_tensor.untyped_storage()
+    version = group.parameters[0].unsharded._version
+    group.acquire(Phase.FORWARD)
+    group.acquire(Phase.BACKWARD)
+    group.wait_for_unshard(Phase.BACKWARD)
+    torch.testing.assert_close(group.parameters[0].unsharded.detach(), value, rtol=0, atol=0)
+    group.drop()
+    assert group.is_unsharded and storage.nbytes() > 0
+    group.drop()
+    assert not group.is_unsharded and storage.nbytes() == 0
+    assert group.parameters[0].unsharded._version == version
+
+
+@distributed(2)
+def test_a_sync_writes_the_optimizers_view_and_the_next_unshard_the_rest() -> None:
+    """ZeRO-1 in bf16: the step changes this rank's part, one gather brings the others'."""
+    mesh = cpu_mesh()
+    module = nn.Linear(4, 4, bias=False).to(torch.bfloat16)
+    fully_shard(module, mesh, Placements.zero1(mesh))
+    (group,) = module.fsdp_parameter_groups
+    group.unshard_parameters()
+    group.main_weight.local.fill_(0.5)
+    sync_model_weights_from_main_weights([*module.parameters(), torch.zeros(1)])
+    assert (group.post_optimizer_model_weight.local == 0.5).all()
+    assert not (group.model_weight.local == 0.5).all()
+    group.unshard_parameters()
+    group.wait_for_unshard()
+    assert (group.parameters[0].unsharded == 0.5).all()
