@@ -39,7 +39,7 @@ def test_all_drivers_agree_with_one_process() -> None:
     eager = sharded_run(model, "eager", batches)
     assert_close(eager, reference)
     assert_same(sharded_run(model, "aot_eager", batches), eager)
-    if dist.get_world_size() < 4:  # the same graphs again, for a quarter of a minute
+    if dist.get_world_size() == 2:  # the same graphs on every world, and slow to compile
         assert_close(sharded_run(model, "inductor", batches), reference)
 
 
@@ -59,7 +59,7 @@ def test_a_world_of_one_is_bitwise_equal_to_the_unsharded_module() -> None:
     assert_same(sharded_run(model, "eager", batches), train_reference(model, batches))
 
 
-@distributed(1, 2)
+@distributed(2)
 @pytest.mark.parametrize("driver", ["eager", "aot_eager", "inductor"])
 def test_bf16_compute_with_fp32_main_weights(driver: str) -> None:
     """The optimizer works on fp32, compute on bf16: as FSDP2's mixed precision does.
