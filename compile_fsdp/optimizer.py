@@ -20,8 +20,9 @@ def fully_shard_optimizer(
 
     Before each step, gradients whose dtype differs from their parameter's are cast to it; after
     it, the original gradients come back and model weights are refreshed from main weights.
-    Without this call model weights are refreshed after every backward instead, which is right
-    but does the work for every microbatch, and gradients keep ``main_grads_dtype``.
+    Without this call model weights are refreshed after every backward instead, which does the work
+    for every microbatch, and gradients keep ``main_grads_dtype``: where that is not the main
+    weights' dtype (bf16 compute under the default policy), AdamW and others refuse them.
 
     Args:
         optimizer: any optimizer over (some of) the sharded model's parameters.
