@@ -342,6 +342,9 @@ class FsdpParameterGroup:
         Only the optimizer's view of the model weight is written. Where the model weight is wider
         (ZeRO-1, ZeRO-2, HFSDP) it is stale until the next unshard redistributes it.
         """
+        if self._ready is not None:
+            # A gather that nobody waited for may still be sending what is written now.
+            self._ready.wait()
         with torch.inference_mode(False), torch.no_grad():
             self._weights.follow_main()
         self._maybe_stepped = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Mapping
 
 import pytest
@@ -93,6 +94,8 @@ def test_a_sync_writes_the_optimizers_view_and_the_next_unshard_the_rest() -> No
     module = nn.Linear(4, 4, bias=False).to(torch.bfloat16)
     fully_shard(module, mesh, Placements.zero1(mesh))
     (group,) = module.fsdp_parameter_groups
+    if mesh.get_rank() == 1:
+        time.sleep(0.2)  # rank 0 is still sending when it syncs
     group.unshard_parameters()
     group.main_weight.local.fill_(0.5)
     sync_model_weights_from_main_weights([*module.parameters(), torch.zeros(1)])
