@@ -12,7 +12,7 @@ needs no flag that a user's loop could forget.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from .dbuffer import DBuffer
 from .streams import Event, Lane
-from .torch_internals import zero_each
+from .torch_internals import copy_each, zero_each
 
 
 class MainGradient:
@@ -204,6 +204,25 @@ class MainGradient:
             gradient = buffer.get_dtensor(index)
             self._parameters[index].grad = gradient
             self._bound[index] = gradient
+
+
+def pack_gradients(
+    partial: DBuffer, gradients: Mapping[int, torch.Tensor], fqns: Sequence[str]
+) -> None:
+    """Copy full gradients, by tensor index, into ``partial``; the others' parts become zero.
+
+    Raises:
+        RuntimeError: a gradient is sparse; the message names it from ``fqns``.
+    """
+    for index, gradient in gradients.items():
+        if gradient.layout != torch.strided:
+            raise RuntimeError(
+                f"parameter {fqns[index]!r} has a {gradient.layout} gradient; sharded "
+                "gradients must be dense (for nn.Embedding pass sparse=False)"
+            )
+    targets = [partial.get_local_tensor(index) for index in range(len(fqns))]
+    copy_each([targets[index] for index in gradients], list(gradients.values()))
+    zero_each([target for index, target in enumerate(targets) if index not in gradients])
 
 
 def redistribute_stepwise(

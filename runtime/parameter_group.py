@@ -10,10 +10,8 @@ it through the same few methods::
 
 from __future__ import annotations
 
-import enum
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -26,70 +24,33 @@ from .dbuffer import DBuffer
 from .group_arguments import mesh_device, owners_of, unique_parameters
 from .group_info import GroupInfo
 from .layout import make_layout
-from .main_gradient import MainGradient
+from .main_gradient import MainGradient, pack_gradients
 from .mixed_precision import MixedPrecisionPolicy, ResolvedPrecision
+from .parameter import (
+    _CONTAINING_PARAMETER_GROUP_ATTR,
+    FsdpParameter,
+    bind_parameter,
+    get_containing_parameter_group,
+    sync_model_weights_from_main_weights,
+)
 from .placement import ShardLayout, strictest_shard
 from .registry import registry
-from .streams import Event, Lane
-from .torch_internals import (
-    copy_each,
-    dtensor_over,
-    dtensor_parameter,
-    in_backward,
-    will_accumulate,
-    zero_each,
-)
+from .torch_internals import dtensor_over, in_backward, will_accumulate
+from .unsharding import Phase, Unsharding
 from .weights import GroupWeights, shard_count
 
-_CONTAINING_PARAMETER_GROUP_ATTR = "_mfsdp_parameter_group"
+__all__ = [
+    "ALIGNMENT_BYTES",
+    "_CONTAINING_PARAMETER_GROUP_ATTR",
+    "FsdpParameter",
+    "FsdpParameterGroup",
+    "Phase",
+    "get_containing_parameter_group",
+    "sync_model_weights_from_main_weights",
+]
 
 ALIGNMENT_BYTES = 16
 """Tensor starts and rank segments are aligned to this: vector loads, and NCCL's fast path."""
-
-
-class Phase(enum.Enum):
-    """What a module is doing, and so what its group is unsharded for."""
-
-    RESTING = "resting"
-    FORWARD = "forward"
-    BACKWARD = "backward"
-
-
-@dataclass(frozen=True, eq=False)
-class FsdpParameter:
-    """One logical parameter of a group; compared by identity.
-
-    Attributes:
-        fqns: its fully qualified names below the owning module, several when tied.
-        sharded: a Parameter over the DTensor of this rank's main weight; what optimizers see.
-        unsharded: the user's original Parameter (materialised if it was on meta), a view of the
-            gathered buffer; what compute sees.
-    """
-
-    fqns: tuple[str, ...]
-    sharded: nn.Parameter
-    unsharded: nn.Parameter
-
-
-def get_containing_parameter_group(parameter: torch.Tensor) -> FsdpParameterGroup | None:
-    """The live group that ``parameter`` (its sharded or its unsharded form) belongs to."""
-    reference = getattr(parameter, _CONTAINING_PARAMETER_GROUP_ATTR, None)
-    return None if reference is None else reference()
-
-
-def sync_model_weights_from_main_weights(parameters: Sequence[torch.Tensor]) -> None:
-    """Bring the model weights of all groups that ``parameters`` belong to up to date.
-
-    Each group is refreshed once; parameters that belong to no group are ignored. Call it after
-    writing main weights outside of an optimizer prepared by ``fully_shard_optimizer``.
-    """
-    groups: dict[FsdpParameterGroup, None] = {}
-    for parameter in parameters:
-        group = get_containing_parameter_group(parameter)
-        if group is not None:
-            groups[group] = None
-    for group in groups:
-        group.sync_model_weight_from_main_weight()
 
 
 class FsdpParameterGroup:
@@ -174,28 +135,34 @@ class FsdpParameterGroup:
             precision.main_params_dtype,
             self.device,
         )
+        self._unsharding = Unsharding(self._weights)
         self.flat_leaf = nn.Parameter(self.model_weight.local, requires_grad=self.requires_grad)
-        self.parameters = tuple(
-            self._bind_parameter(index, original, tuple(fqns))
-            for index, (original, fqns) in enumerate(originals.items())
-        )
-        if self._weights.gathers:
-            # Not before: a view cannot be made of released memory.
-            self._weights.full.release_storage()
+        self.parameters = self._bind_parameters(originals)
         self._gradient = (
             self._create_gradient(main_grad_placements, main_weight_placements, precision)
             if self.requires_grad
             else None
         )
 
-        self._holders = 0
-        self._unsharded = not self._weights.gathers
-        self._ready: Event | None = None
-        self._ready_for: dict[Phase, Event] = {}
-        self._maybe_stepped = True
-        self._full_outdated = False
-
     # Construction ------------------------------------------------------------------------------
+
+    def _bind_parameters(
+        self, originals: Mapping[nn.Parameter, Sequence[str]]
+    ) -> tuple[FsdpParameter, ...]:
+        bound = tuple(
+            bind_parameter(
+                self,
+                original,
+                tuple(fqns),
+                self._weights.full.get_local_tensor(index),
+                self.main_weight.get_dtensor(index),
+            )
+            for index, (original, fqns) in enumerate(originals.items())
+        )
+        if self._weights.gathers:
+            # Not before: a view cannot be made of released memory.
+            self._weights.full.release_storage()
+        return bound
 
     def _create_gradient(
         self,
@@ -210,8 +177,7 @@ class FsdpParameterGroup:
         def allocate() -> DBuffer:
             return self._new_buffer(grad_placements, precision.main_grads_dtype)
 
-        fqns = [parameter.fqns[0] for parameter in self.parameters]
-        return MainGradient(allocate, main_placements, sharded, fqns)
+        return MainGradient(allocate, main_placements, sharded, self._fqns)
 
     def _new_buffer(self, placements: Sequence[Placement], dtype: torch.dtype) -> DBuffer:
         return DBuffer(
@@ -222,29 +188,6 @@ class FsdpParameterGroup:
             self.device,
             layout=self.layout,
         )
-
-    def _bind_parameter(
-        self, index: int, original: nn.Parameter, fqns: tuple[str, ...]
-    ) -> FsdpParameter:
-        """Make the sharded and the unsharded form of one parameter, with the user's attributes."""
-        attributes = dict(original.__dict__)
-        full_view = self._weights.full.get_local_tensor(index)
-        if original.device.type == "meta" or original.device != full_view.device:
-            empty = torch.empty(0, dtype=full_view.dtype, device=full_view.device)
-            unsharded = nn.Parameter(empty, requires_grad=original.requires_grad)
-            unsharded.__dict__.update(attributes)
-        else:
-            unsharded = original
-        # Not a Parameter made of the view: that would share its version counter, and every gather
-        # would look like an in-place change of what autograd saved.
-        unsharded.data = full_view
-        sharded = dtensor_parameter(
-            self.main_weight.get_dtensor(index), requires_grad=original.requires_grad
-        )
-        sharded.__dict__.update(attributes)
-        for parameter in (sharded, unsharded):
-            setattr(parameter, _CONTAINING_PARAMETER_GROUP_ATTR, weakref.ref(self))
-        return FsdpParameter(fqns, sharded, unsharded)
 
     # Buffers -----------------------------------------------------------------------------------
 
@@ -280,6 +223,11 @@ class FsdpParameterGroup:
     def pre_optimizer_main_grad(self) -> DBuffer | None:
         """The view of ``main_grad`` at the optimizer's placements; None when frozen."""
         return None if self._gradient is None else self._gradient.finished
+
+    @property
+    def _fqns(self) -> list[str]:
+        """One name for each tensor."""
+        return [parameter.fqns[0] for parameter in self.parameters]
 
     # Identity ----------------------------------------------------------------------------------
 
@@ -342,31 +290,14 @@ class FsdpParameterGroup:
         Only the optimizer's view of the model weight is written. Where the model weight is wider
         (ZeRO-1, ZeRO-2, HFSDP) it is stale until the next unshard redistributes it.
         """
-        if self._ready is not None:
-            # A gather that nobody waited for may still be sending what is written now.
-            self._ready.wait()
-        with torch.inference_mode(False), torch.no_grad():
-            self._weights.follow_main()
-        self._maybe_stepped = False
-        self._full_outdated = True
-
-    def _refresh_model_weight(self, lane: Lane) -> bool:
-        """Bring the model weight up to date; True if the gather lane is still writing it."""
-        if self._maybe_stepped:
-            self.sync_model_weight_from_main_weight()
-            lane.wait_current()
-        refreshing = self._weights.redistribute(lane, self.label)
-        if refreshing and not self._weights.gathers:
-            self._ready = lane.record_event()
-            self._ready_for.clear()
-        return refreshing
+        self._unsharding.sync()
 
     # Unshard and reshard -----------------------------------------------------------------------
 
     @property
     def is_unsharded(self) -> bool:
         """Whether the full parameters have storage (a gather may still be in flight)."""
-        return self._unsharded
+        return self._unsharding.is_unsharded
 
     def unshard_parameters(self, phase: Phase | None = None) -> None:
         """Start gathering the full parameters on the gather lane; idempotent while unsharded.
@@ -374,18 +305,7 @@ class FsdpParameterGroup:
         Refreshes a stale model weight first. Returns at once: `wait_for_unshard` orders compute
         behind the gather. ``phase`` names what the ready event is recorded for.
         """
-        with torch.inference_mode(False), torch.no_grad():
-            lane = self.context.lanes.gather
-            refreshing = self._refresh_model_weight(lane)
-            # Still unsharded since before a step: whoever held it was interrupted.
-            leftover = self._full_outdated and self._weights.gathers and not in_backward()
-            if not self._unsharded or leftover:
-                self._weights.gather(lane, self.label, depends=refreshing)
-                self._unsharded = True
-                self._full_outdated = False
-                self._ready = lane.record_event()
-        if phase is not None and self._ready is not None:
-            self._ready_for[phase] = self._ready
+        self._unsharding.unshard(self.context.lanes.gather, phase, label=self.label)
 
     def wait_for_unshard(self, phase: Phase | None = None) -> None:
         """Compute issued after this may read the full parameters.
@@ -393,19 +313,17 @@ class FsdpParameterGroup:
         Raises:
             RuntimeError: nothing was unsharded.
         """
-        if not self._unsharded:
+        if not self.is_unsharded:
             raise RuntimeError(
                 f"parameter group {self.label or self.name!r}: wait_for_unshard was called while "
                 "the parameters are sharded; call unshard_parameters first"
             )
-        event = self._ready if phase is None else self._ready_for.get(phase, self._ready)
-        if event is not None:
-            event.wait()
+        self._unsharding.wait(phase)
 
     def reshard_parameters(self) -> None:
         """Return to shards: the full parameters lose their storage, whoever holds them."""
-        self._holders = 0
-        if self._unsharded and self._weights.gathers:
+        self._unsharding.holders = 0
+        if self.is_unsharded:
             self.release_unsharded_storage()
 
     def release_unsharded_storage(self, *, rowwise_only: bool = False) -> None:
@@ -415,15 +333,8 @@ class FsdpParameterGroup:
         unshard. ``rowwise_only`` is for quantised groups, which have planes to tell apart; here
         there is one plane, and it keeps its storage.
         """
-        if rowwise_only or not self._weights.gathers:
-            return
-        if self._ready is not None:
-            # A gather may be in flight into this very storage.
-            self._ready.wait()
-        self._weights.release(self.context.lanes.gather)
-        self._unsharded = False
-        self._ready = None
-        self._ready_for.clear()
+        if not rowwise_only:
+            self._unsharding.release(self.context.lanes.gather)
 
     def acquire(self, phase: Phase | None = None) -> None:
         """Unshard, and hold: storage stays until as many `drop` calls.
@@ -434,7 +345,7 @@ class FsdpParameterGroup:
         if not self.requires_grad:
             self._check_still_frozen()
         self.unshard_parameters(phase)
-        self._holders += 1
+        self._unsharding.holders += 1
 
     def _check_still_frozen(self) -> None:
         for parameter in self.parameters:
@@ -451,13 +362,13 @@ class FsdpParameterGroup:
         Raises:
             RuntimeError: nobody holds the group.
         """
-        if self._holders == 0:
+        if self._unsharding.holders == 0:
             raise RuntimeError(
                 f"parameter group {self.label or self.name!r} was released more often than it was "
                 "unsharded; a graph or a hook ran twice for one unshard"
             )
-        self._holders -= 1
-        if self._holders == 0:
+        self._unsharding.holders -= 1
+        if self._unsharding.holders == 0:
             self.reshard_parameters()
 
     @property
@@ -468,7 +379,7 @@ class FsdpParameterGroup:
     @property
     def is_held(self) -> bool:
         """Whether somebody holds the group unsharded (a prefetch alone does not)."""
-        return self._holders > 0
+        return self._unsharding.holders > 0
 
     def shard_for_saving(self, index: int) -> DTensor:
         """This rank's shard of main weight ``index``, aliasing it, that ``torch.save`` accepts.
@@ -518,22 +429,8 @@ class FsdpParameterGroup:
             if parameter.unsharded.grad is not None:
                 gradients[index] = parameter.unsharded.grad
                 parameter.unsharded.grad = None
-        self._pack(partial, gradients)
+        pack_gradients(partial, gradients, self._fqns)
         return tuple(gradients)
-
-    def _pack(self, partial: DBuffer, gradients: Mapping[int, torch.Tensor]) -> None:
-        for index, parameter in enumerate(self.parameters):
-            gradient = gradients.get(index)
-            if gradient is not None and gradient.layout != torch.strided:
-                raise RuntimeError(
-                    f"parameter {parameter.fqns[0]!r} has a {gradient.layout} gradient; sharded "
-                    "gradients must be dense (for nn.Embedding pass sparse=False)"
-                )
-        targets = [partial.get_local_tensor(index) for index in range(len(self.parameters))]
-        present = [index for index in range(len(targets)) if index in gradients]
-        absent = [targets[index] for index in range(len(targets)) if index not in gradients]
-        copy_each([targets[index] for index in present], [gradients[index] for index in present])
-        zero_each(absent)
 
     def reduce_gradients(self, gradients: Mapping[int, torch.Tensor] | None = None) -> None:
         """Pack gradients and start their inner reduction.
@@ -550,7 +447,7 @@ class FsdpParameterGroup:
                 indices = self.copy_gradients_to_partial_buffer(partial)
             else:
                 partial = self.allocate_partial_grad_buffer()
-                self._pack(partial, gradients)
+                pack_gradients(partial, gradients, self._fqns)
                 indices = tuple(gradients)
             self.reduce_inner_gradients(partial, indices)
 
@@ -576,7 +473,7 @@ class FsdpParameterGroup:
             label=self.label,
         )
         if not self.syncs_with_optimizer:
-            self._maybe_stepped = True
+            self._unsharding.maybe_stepped = True
         self.context.note_reduction(self, partial, lane.record_event())
 
     def reduce_outer_gradients(self) -> None:

@@ -1,0 +1,99 @@
+"""Unsharding: whether a group's full parameters are there, for whom, and from when on.
+
+    unshard   refresh a stale model weight, start the gather, record the ready event
+    wait      compute waits for that event and no other
+    release   the storage goes, after what compute has issued
+
+Several may hold the full parameters at once (a compiled graph inside an eager parent): `holders`
+counts them, and the last one releases.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import torch
+
+from .streams import Event, Lane
+from .torch_internals import in_backward
+from .weights import GroupWeights
+
+
+class Phase(enum.Enum):
+    """What a module is doing, and so what its group is unsharded for."""
+
+    RESTING = "resting"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class Unsharding:
+    """The state of one group's full parameters.
+
+    Attributes:
+        holders: how many hold the full parameters; a prefetch alone does not.
+        is_unsharded: whether they have storage (a gather may still be in flight).
+        maybe_stepped: the main weight may have been written by a step that nobody announced.
+    """
+
+    def __init__(self, weights: GroupWeights) -> None:
+        self._weights = weights
+        self.holders = 0
+        self.is_unsharded = not weights.gathers
+        self.maybe_stepped = True
+        self._full_outdated = False
+        self._ready: Event | None = None
+        self._ready_for: dict[Phase, Event] = {}
+
+    def sync(self) -> None:
+        """Write what a step changed in the main weight into its part of the model weight."""
+        if self._ready is not None:
+            # A gather that nobody waited for may still be sending what is written now.
+            self._ready.wait()
+        with torch.inference_mode(False), torch.no_grad():
+            self._weights.follow_main()
+        self.maybe_stepped = False
+        self._full_outdated = True
+
+    def _refresh(self, lane: Lane, label: str) -> bool:
+        """Bring the model weight up to date; True if ``lane`` is still writing it."""
+        if self.maybe_stepped:
+            self.sync()
+            lane.wait_current()
+        refreshing = self._weights.redistribute(lane, label)
+        if refreshing and not self._weights.gathers:
+            self._ready = lane.record_event()
+            self._ready_for.clear()
+        return refreshing
+
+    def unshard(self, lane: Lane, phase: Phase | None, *, label: str) -> None:
+        """Start gathering on ``lane`` what is not there; the ready event is for ``phase``."""
+        with torch.inference_mode(False), torch.no_grad():
+            refreshing = self._refresh(lane, label)
+            # Still unsharded since before a step: whoever held it was interrupted.
+            leftover = self._full_outdated and self._weights.gathers and not in_backward()
+            if not self.is_unsharded or leftover:
+                self._weights.gather(lane, label, depends=refreshing)
+                self.is_unsharded = True
+                self._full_outdated = False
+                self._ready = lane.record_event()
+        if phase is not None and self._ready is not None:
+            self._ready_for[phase] = self._ready
+
+    def wait(self, phase: Phase | None) -> None:
+        """The current stream waits for the event that was recorded for ``phase``."""
+        event = self._ready if phase is None else self._ready_for.get(phase, self._ready)
+        if event is not None:
+            event.wait()
+
+    def release(self, lane: Lane) -> None:
+        """Take the storage away, ordered on ``lane`` after the compute issued so far."""
+        if not self._weights.gathers:
+            return
+        if self._ready is not None:
+            # A gather may be in flight into this very storage.
+            self._ready.wait()
+        self._weights.release(lane)
+        self.is_unsharded = False
+        self._ready = None
+        self._ready_for.clear()
