@@ -6,7 +6,7 @@ and train as usual; without ``torch.compile`` the same runtime is driven by modu
 
 import compile_fsdp.runtime.ops  # noqa: F401  (registers torch.ops.compile_fsdp)
 
-from .checkpoint import load_checkpoint, save_checkpoint
+from .checkpoint import PendingSave, async_save_checkpoint, load_checkpoint, save_checkpoint
 from .fully_shard import fully_shard, microbatch
 from .module import FsdpModule
 from .optimizer import fully_shard_optimizer
@@ -29,10 +29,12 @@ __all__ = [
     "Flat",
     "FsdpModule",
     "MixedPrecisionPolicy",
+    "PendingSave",
     "Placements",
     "RowAtomic",
     "ShardLayout",
     "TensorAtomic",
+    "async_save_checkpoint",
     "fully_shard",
     "fully_shard_optimizer",
     "load_checkpoint",

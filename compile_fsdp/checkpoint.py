@@ -9,42 +9,35 @@ the order of events, in which every step ends with all ranks agreeing that it we
 
 from __future__ import annotations
 
-import hashlib
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from .checkpoint_background import PendingSave, background
 from .checkpoint_folder import CheckpointFolder
 from .checkpoint_optimizer import OptimizerState
 from .checkpoint_planner import (
     CheckedReader,
     LoadEntries,
     Piece,
-    SaveEntries,
     Value,
     check_sizes,
-    checksums,
     read_metadata,
     read_value,
 )
+from .checkpoint_ranks import Ranks, explained
+from .checkpoint_save import Save
 from .checkpoint_state import DESCRIPTION, ModelState
 
-__all__ = ["load_checkpoint", "save_checkpoint"]
-
-T = TypeVar("T")
+__all__ = ["PendingSave", "async_save_checkpoint", "load_checkpoint", "save_checkpoint"]
 
 
 def save_checkpoint(
@@ -73,26 +66,45 @@ def save_checkpoint(
         RuntimeError: writing failed on some rank. All ranks raise; within the process group's
             timeout if a rank died.
     """
-    ranks = _Ranks()
-    folder, entries = ranks.together(lambda: _what_to_save(model, optimizer, dir))
-    ranks.agree({"dir": str(folder.path), **{key: _outline(entries[key]) for key in entries}})
-    scratch: Path | None = None
-    try:
-        with _explained(f"save_checkpoint: {folder.path} could not be written and is unchanged"):
-            complete = scratch = ranks.first(folder.begin)
-            with checksums(), _quiet():
-                dcp_save(
-                    {},
-                    storage_writer=FileSystemWriter(scratch),
-                    planner=SaveEntries(entries),
-                    no_dist=not ranks.distributed,
-                )
-        with _explained(f"save_checkpoint: {folder.path} may or may not have been replaced"):
-            ranks.first(lambda: folder.commit(complete))
-    except BaseException:
-        if ranks.rank == 0 and scratch is not None:
-            folder.discard(scratch)
-        raise
+    background.wait()
+    ranks = Ranks()
+    folder, entries = _agreed(model, optimizer, dir, ranks)
+    Save("save_checkpoint", folder, entries, ranks).complete(ranks)
+
+
+def async_save_checkpoint(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    dir: str | os.PathLike[str],
+) -> PendingSave:
+    """As `save_checkpoint`, but return as soon as the values are safe from further training.
+
+    What is saved are the values at the call: each rank copies what it is going to write to host
+    memory (its own rows, and its share of what ranks hold alike), and a thread writes that while
+    training goes on. The new checkpoint takes its place as a whole, at the end; until then, and
+    when the process dies, ``dir`` loads as what it was before.
+
+    The threads of the ranks talk through a gloo process group of their own, which the first call
+    makes. One save runs at a time: another save or a load waits for it first. Ask for the result
+    before ``destroy_process_group()``; a process that ends without waits for its thread.
+
+    Args:
+        model, optimizer, dir: as in `save_checkpoint`.
+
+    Returns:
+        A ``concurrent.futures.Future``: ``result()`` waits, and raises what `save_checkpoint`
+        would have raised while writing, on every rank alike.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `save_checkpoint`, for what shows before writing.
+    """
+    background.wait()
+    ranks = Ranks()
+    folder, entries = _agreed(model, optimizer, dir, ranks)
+    own_ranks = Ranks(background.group())
+    save = Save("async_save_checkpoint", folder, entries, ranks)
+    save.snapshot(ranks)
+    return background.start(lambda: save.complete(own_ranks))
 
 
 def load_checkpoint(
@@ -123,10 +135,11 @@ def load_checkpoint(
         ValueError: the checkpoint is of another model or optimizer, or has no optimizer state.
         RuntimeError: files are missing or damaged, or the model is in the middle of a step.
     """
-    ranks = _Ranks()
+    background.wait()
+    ranks = Ranks()
     load = ranks.together(lambda: _plan_load(model, optimizer, dir, is_first=ranks.rank == 0))
     ranks.agree({"dir": str(load.folder)})
-    with _explained(f"load_checkpoint: {load.folder} could not be read, nothing was loaded"):
+    with explained(f"load_checkpoint: {load.folder} could not be read, nothing was loaded"):
         with _quiet():
             dcp_load(
                 {},
@@ -136,6 +149,18 @@ def load_checkpoint(
             )
         ranks.together(load.prepare)
     ranks.together(load.commit)
+
+
+def _agreed(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    dir: str | os.PathLike[str],
+    ranks: Ranks,
+) -> tuple[CheckpointFolder, dict[str, Piece | Value]]:
+    """What to save and where, of which all ranks have the same."""
+    folder, entries = ranks.together(lambda: _what_to_save(model, optimizer, dir))
+    ranks.agree({"dir": str(folder.path), **{key: _outline(entries[key]) for key in entries}})
+    return folder, entries
 
 
 def _what_to_save(
@@ -211,93 +236,6 @@ def _check_types(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> N
         raise TypeError(
             f"optimizer must be a torch.optim.Optimizer or None, got {type(optimizer).__name__}"
         )
-
-
-# Agreement between ranks ------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """An exception, as one rank tells the others."""
-
-    kind: type[Exception]
-    message: str
-
-    @classmethod
-    def of(cls, error: BaseException) -> _Failure:
-        for kind in _KINDS:
-            if isinstance(error, kind):
-                return cls(kind, " ".join(str(error).split()))
-        return cls(RuntimeError, " ".join(f"{type(error).__name__}: {error}".split()))
-
-
-_KINDS = (FileNotFoundError, ValueError, TypeError, RuntimeError)
-
-
-class _Ranks:
-    """The ranks of the default process group; this process alone when there is none."""
-
-    def __init__(self) -> None:
-        self.distributed = dist.is_available() and dist.is_initialized()
-        self.rank = dist.get_rank() if self.distributed else 0
-
-    def together(self, step: Callable[[], T]) -> T:
-        """Run ``step`` on every rank. If it fails on any, all raise the first one's error."""
-        error: BaseException | None = None
-        value: T | None = None
-        try:
-            value = step()
-        except BaseException as caught:
-            error = caught
-        failures = self._gather(None if error is None else _Failure.of(error))
-        if error is not None and not isinstance(error, Exception):
-            raise error
-        for rank, failure in enumerate(failures):
-            if failure is not None:
-                where = f" (on rank {rank})" if None in failures else ""
-                raise failure.kind(f"{failure.message}{where}") from error
-        return cast(T, value)
-
-    def first(self, step: Callable[[], T]) -> T:
-        """Run ``step`` on rank 0 and return its value on every rank, or raise on every rank."""
-        value = self.together(lambda: step() if self.rank == 0 else None)
-        return cast(T, self._gather(value)[0])
-
-    def agree(self, values: Mapping[str, str]) -> None:
-        """Raise ValueError on every rank when ``values`` are not the same on all of them."""
-        digest = hashlib.sha256(repr(sorted(values.items())).encode()).digest()
-        if len(set(self._gather(digest))) == 1:
-            return
-        everyone = self._gather(dict(values))
-        for rank, other in enumerate(everyone):
-            for name in sorted({*everyone[0], *other}):
-                expected, found = everyone[0].get(name, "nothing"), other.get(name, "nothing")
-                if expected != found:
-                    raise ValueError(
-                        f"ranks disagree on {name}: rank 0 has {expected}, rank {rank} has "
-                        f"{found}; call with the same model, optimizer and dir on every rank"
-                    )
-
-    def _gather(self, value: T) -> list[T]:
-        if not self.distributed:
-            return [value]
-        values: list[T | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value)
-        return cast("list[T]", values)
-
-
-@contextmanager
-def _explained(what: str) -> Iterator[None]:
-    """Turn errors of DCP, of files and of communication into one that says what became of it."""
-    try:
-        yield
-    except CheckpointException as error:
-        rank, (cause, _) = min(error.failures.items())
-        failure = _Failure.of(cause)
-        raise failure.kind(f"{what}: {failure.message} (on rank {rank})") from error
-    except (OSError, RuntimeError) as error:
-        failure = _Failure.of(error)
-        raise failure.kind(f"{what}: {failure.message}") from error
 
 
 @contextmanager

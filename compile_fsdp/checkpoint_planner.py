@@ -173,6 +173,7 @@ class SaveEntries(DefaultSavePlanner):
     def __init__(self, entries: Entries) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._entries = entries
+        self._snapshot: dict[str, torch.Tensor | io.BytesIO] = {}
 
     def create_local_plan(self) -> SavePlan:
         """What this rank could write; the coordinator takes duplicates out."""
@@ -191,10 +192,28 @@ class SaveEntries(DefaultSavePlanner):
         self.plan = SavePlan(items)
         return self.plan
 
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        """The tensor or object to write."""
+    def snapshot(self, plan: SavePlan) -> None:
+        """Copy what ``plan`` writes to host memory, and let go of the entries."""
+        for item in plan.items:
+            entry = self._entries[item.index.fqn]
+            if isinstance(entry, Piece):
+                with torch.inference_mode(False), torch.no_grad():
+                    local = torch.empty_like(entry.local, device="cpu").copy_(entry.local)
+                self._snapshot[item.index.fqn] = local
+            else:
+                self._snapshot[item.index.fqn] = _pickle(entry.value)
+        self._entries = {}
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor | io.BytesIO:
+        """The tensor or the pickled object to write."""
+        if index.fqn in self._snapshot:
+            return self._snapshot[index.fqn]
         entry = self._entries[index.fqn]
-        return entry.local if isinstance(entry, Piece) else entry.value
+        return entry.local if isinstance(entry, Piece) else _pickle(entry.value)
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        """Nothing more to do: DCP's own would pickle bytes."""
+        return object
 
 
 class LoadEntries(DefaultLoadPlanner):
@@ -323,6 +342,12 @@ def read_value(folder: Path, metadata: Metadata, key: str) -> Any:
     """
     with _opened(folder, metadata, MetadataIndex(key)) as raw:
         return _unpickle(raw)
+
+
+def _pickle(value: object) -> io.BytesIO:
+    raw = io.BytesIO()
+    torch.save(value, raw)
+    return raw
 
 
 def _unpickle(raw: io.BytesIO) -> Any:
