@@ -1,10 +1,11 @@
 """save_checkpoint and load_checkpoint: sharded training state on disk, for any number of ranks.
 
 The files are those of ``torch.distributed.checkpoint`` (DCP): every rank writes and reads its own
-rows. What this adds is in four places: `checkpoint_folder` (a crash never costs the earlier
-checkpoint), `checkpoint_planner` (which rows a rank has; damage is noticed), `checkpoint_state`
-and `checkpoint_optimizer` (names, and nothing is changed before everything was checked). Here is
-the order of events, in which every step ends with all ranks agreeing that it went well.
+rows. What this adds is in `checkpoint_folder` (a crash never costs the earlier checkpoint),
+`checkpoint_planner` (which rows a rank has; damage is noticed), `checkpoint_state` and
+`checkpoint_optimizer` (names, and nothing is changed before everything was checked),
+`checkpoint_save` and `checkpoint_background` (writing, also in a thread). Here is the order of
+events, in which every step ends with all ranks agreeing that it went well (`checkpoint_ranks`).
 """
 
 from __future__ import annotations

@@ -73,7 +73,9 @@ def what_loads(folder: Path) -> float:
     return values.pop()
 
 
-def crash_everywhere(parent: Path, *, is_first: bool) -> None:
+def crash_everywhere(
+    parent: Path, *, is_first: bool, save: Callable[..., None] = save_checkpoint
+) -> None:
     """Kill a save before its first event, then one before its second, and so on to the end."""
     old, new, newer = (constant(value) for value in (1.0, 2.0, 3.0))
     outcomes = []
@@ -85,7 +87,7 @@ def crash_everywhere(parent: Path, *, is_first: bool) -> None:
         child = os.fork()
         if child == 0:
             die_before_event(number, folder.parent)
-            save_checkpoint(new, None, folder)
+            save(new, None, folder)
             os._exit(0)
         _, status = os.waitpid(child, 0)
         try:
