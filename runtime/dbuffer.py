@@ -318,8 +318,7 @@ class DBuffer:
 
     def _rows(self, index: int) -> tuple[int, ...]:
         """Rows of tensor ``index`` in each segment."""
-        shards = self.shard_axes.num_shards
-        return tuple(self.layout.rows(index, rank, shards)[1] for rank in range(shards))
+        return self.layout.rows_by_segment(index, self.shard_axes.num_shards)
 
     def _elements(self, index: int) -> tuple[int, int]:
         return self.layout.elements(index, self.shard_axes.segment, self.shard_axes.num_shards)

@@ -16,16 +16,24 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from torch.distributed.tensor import Shard
 
+from compile_fsdp.runtime.layout_search import (
+    Placer,
+    TensorToPlace,
+    find_segments,
+    least_segment,
+    round_up,
+)
 from compile_fsdp.runtime.placement import BlockAtomic, Flat, ShardLayout, TensorAtomic
 
 __all__ = [
     "GlobalLayout",
+    "least_padded_size",
     "make_layout",
     "packed_layout",
     "padded_layout",
@@ -38,9 +46,6 @@ Shape = tuple[int, ...]
 # rank, below which padding costs nothing that anyone could measure.
 _MAX_WASTE = 0.03
 _SMALL_WASTE = 256
-# The search tries segment sizes in steps of 1/256, up to 1/8 above each of its starting points.
-_STEPS_PER_SHARE = 256
-_STEPS = 32
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,10 @@ class GlobalLayout:
         """Elements of each tensor."""
         return tuple(math.prod(shape) for shape in self.tensor_shapes)
 
+    @cached_property
+    def _bounds(self) -> tuple[int, ...]:
+        return (*self.rank_to_offset, self.size)
+
     @property
     def waste(self) -> int:
         """Elements of the buffer that belong to no tensor."""
@@ -96,9 +105,7 @@ class GlobalLayout:
         if not 0 <= rank < num_shards:
             raise ValueError(f"segment {rank} of {num_shards}: expected 0..{num_shards - 1}")
         merged = self.num_shards // num_shards
-        stop = (rank + 1) * merged
-        bounds = (*self.rank_to_offset, self.size)
-        return bounds[rank * merged], bounds[stop]
+        return self._bounds[rank * merged], self._bounds[(rank + 1) * merged]
 
     def elements(self, index: int, rank: int, num_shards: int | None = None) -> tuple[int, int]:
         """The elements ``[first, last)`` of tensor ``index``, from its start, on ``rank``."""
@@ -117,7 +124,7 @@ class GlobalLayout:
         """
         rows, width = _rows_and_width(self.tensor_shapes[index])
         if rows * width == 0:
-            return (0, rows) if rank == self._owner_of_empty(index, num_shards) else (0, 0)
+            return (0, rows) if rank == self._segment_at_start(index, num_shards) else (0, 0)
         first, last = self.elements(index, rank, num_shards)
         if first % width or last % width:
             raise ValueError(
@@ -127,7 +134,19 @@ class GlobalLayout:
             )
         return first // width, (last - first) // width
 
-    def _owner_of_empty(self, index: int, num_shards: int | None) -> int:
+    def rows_by_segment(self, index: int, num_shards: int | None = None) -> tuple[int, ...]:
+        """How many rows of tensor ``index`` each segment holds; arguments and errors as `rows`."""
+        num_shards = self.num_shards if num_shards is None else num_shards
+        counts = [0] * num_shards
+        offset, numel = self.tensor_to_offset[index], self.numels[index]
+        for rank in range(self._segment_at_start(index, num_shards), num_shards):
+            if self.segment(rank, num_shards)[0] >= offset + max(numel, 1):
+                break
+            counts[rank] = self.rows(index, rank, num_shards)[1]
+        return tuple(counts)
+
+    def _segment_at_start(self, index: int, num_shards: int | None) -> int:
+        """The segment that holds the tensor's offset."""
         own = bisect_right(self.rank_to_offset, self.tensor_to_offset[index]) - 1
         return own * (num_shards or self.num_shards) // self.num_shards
 
@@ -183,8 +202,25 @@ def padded_layout(
     layout = _chunked(tensors, num_shards, alignment)
     payload = layout.size - layout.waste
     if layout.waste > max(_MAX_WASTE * payload, _SMALL_WASTE * num_shards):
-        return _searched(tensors, num_shards, alignment, layout.size) or layout
+        found = find_segments(tensors, num_shards, alignment, layout.size)
+        if found is not None:
+            segment, offsets = found
+            return _equal_segments(tensors, offsets, segment * num_shards, num_shards)
     return layout
+
+
+def least_padded_size(
+    shapes: Sequence[Sequence[int]], num_shards: int, *, block: int = 1, alignment: int = 1
+) -> int:
+    """Elements below which no layout of equal segments exists, in whatever order; arguments as
+    for `padded_layout`.
+
+    What `padded_layout` wastes up to here is the price of equal segments, of whole rows and of
+    tensors in one piece, not of the plan; ``ShardLayout.PACKED`` does not pay it. See
+    `compile_fsdp.runtime.layout_search.least_segment`.
+    """
+    tensors = _tensors(shapes, num_shards, block, alignment)
+    return least_segment(tensors, num_shards, alignment) * num_shards
 
 
 def packed_layout(
@@ -202,7 +238,7 @@ def packed_layout(
     offsets: list[int] = []
     size = 0
     for tensor in tensors:
-        offsets.append(_round_up(size, alignment))
+        offsets.append(round_up(size, alignment))
         size = offsets[-1] + tensor.numel
     starts = [0]
     for rank in range(1, num_shards):
@@ -244,28 +280,18 @@ def tensor_atomic_layout(
     starts: list[int] = []
     size = 0
     for rank in range(num_shards):
-        size = _round_up(size, alignment)
+        size = round_up(size, alignment)
         starts.append(size)
         for index, tensor in enumerate(tensors):
             if owners[index] == rank:
-                offsets[index] = _round_up(size, alignment)
+                offsets[index] = round_up(size, alignment)
                 size = offsets[index] + tensor.numel
     return GlobalLayout(_shapes(tensors), tuple(offsets), size, tuple(starts))
 
 
-@dataclass(frozen=True)
-class _Tensor:
-    """A tensor to place: ``unit`` elements from its start are never split."""
-
-    index: int
-    shape: Shape
-    numel: int
-    unit: int
-
-
 def _tensors(
     shapes: Sequence[Sequence[int]], num_shards: int, block: int, alignment: int
-) -> list[_Tensor]:
+) -> list[TensorToPlace]:
     if num_shards < 1 or block < 0 or alignment < 1:
         raise ValueError(
             "expected num_shards >= 1, block >= 0 and alignment >= 1, found "
@@ -275,7 +301,8 @@ def _tensors(
     for index, shape in enumerate(map(tuple, shapes)):
         rows, width = _rows_and_width(shape)
         unit = 1 if rows * width == 0 or block == 0 else width * block
-        tensors.append(_Tensor(index, shape, rows * width, unit))
+        # Cuts are aligned, and so are starts.
+        tensors.append(TensorToPlace(index, shape, rows * width, math.lcm(unit, alignment)))
     return tensors
 
 
@@ -284,184 +311,60 @@ def _rows_and_width(shape: Shape) -> tuple[int, int]:
     return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
 
 
-def _shapes(tensors: Sequence[_Tensor]) -> tuple[Shape, ...]:
+def _shapes(tensors: Sequence[TensorToPlace]) -> tuple[Shape, ...]:
     return tuple(tensor.shape for tensor in tensors)
 
 
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
 def _nearest_cut(
-    ideal: float, tensors: Sequence[_Tensor], offsets: Sequence[int], size: int, alignment: int
+    ideal: float,
+    tensors: Sequence[TensorToPlace],
+    offsets: Sequence[int],
+    size: int,
+    alignment: int,
 ) -> int:
     """The legal cut nearest to ``ideal``, the lower of two: a tensor's start or a row's."""
     candidates = [0, size] if size % alignment == 0 else [0]
-    for tensor, offset in zip(tensors, offsets, strict=True):
-        step = math.lcm(tensor.unit, alignment)
-        below = offset + step * max(0, int(ideal - offset) // step)
-        candidates += [
-            cut for cut in (offset, below, below + step) if cut <= offset + tensor.numel - 1
-        ]
+    following = bisect_right(offsets, ideal)
+    candidates += offsets[following : following + 1]
+    if following:
+        tensor, offset = tensors[following - 1], offsets[following - 1]
+        below = offset + tensor.unit * (int(ideal - offset) // tensor.unit)
+        ends = offset + tensor.numel
+        candidates += [offset, *(cut for cut in (below, below + tensor.unit) if cut < ends)]
     return min(candidates, key=lambda cut: (abs(cut - ideal), cut))
 
 
-def _chunked(tensors: Sequence[_Tensor], num_shards: int, alignment: int) -> GlobalLayout:
+def _chunked(tensors: Sequence[TensorToPlace], num_shards: int, alignment: int) -> GlobalLayout:
     """The chunk rule; see the module's picture."""
     chunk = math.lcm(alignment, *(tensor.unit for tensor in tensors))
 
-    def first_legal(start: int, tensor: _Tensor) -> int:
-        return _round_up(start, math.lcm(tensor.unit, alignment))
+    def first_legal(start: int, tensor: TensorToPlace) -> int:
+        return round_up(start, tensor.unit)
 
-    placer = _Placer(len(tensors))
+    placer = Placer(len(tensors))
     waiting = [tensor for tensor in tensors if tensor.numel >= chunk]
     while waiting:
         tensor = waiting.pop(0)
-        placer.put(tensor, _round_up(placer.end, chunk))
+        placer.put(tensor, round_up(placer.end, chunk))
         # A later tensor may start in the gap before the next chunk boundary, with what it has
         # beyond whole chunks, if that is whole rows (a last block may be short): it ends on a
         # boundary then, so boundaries inside of it are between rows.
-        gap_end = _round_up(placer.end, chunk)
+        gap_end = round_up(placer.end, chunk)
         for partner in waiting:
             head = partner.numel % chunk
-            if 0 < head <= gap_end - placer.end and head % math.lcm(partner.unit, alignment) == 0:
+            if 0 < head <= gap_end - placer.end and head % partner.unit == 0:
                 waiting.remove(partner)
                 placer.put(partner, gap_end - head)
                 break
-    placer.fill([tensor for tensor in tensors if tensor.numel < chunk], first_legal)
-    return _equal_segments(tensors, placer, _round_up(placer.end, chunk * num_shards), num_shards)
-
-
-def _searched(
-    tensors: Sequence[_Tensor], num_shards: int, alignment: int, limit: int
-) -> GlobalLayout | None:
-    """The best layout of equal segments that the search finds below ``limit`` elements.
-
-    The chunk rule lets a cut fall anywhere in any tensor. But there are only ``num_shards - 1``
-    cuts. Given the segment size, a tensor that at most one cut meets can be shifted by less than
-    a row so that the cut falls between rows; only one that two cuts meet needs a segment size
-    which is a multiple of its row. So coprime rows cost a shift for each cut, not a common
-    multiple, as long as no two tensors with them are larger than two segments (then no layout of
-    equal segments does better than a multiple of both; use ``ShardLayout.PACKED``).
-    """
-    total = sum(tensor.numel for tensor in tensors)
-    for segment in _segment_candidates(tensors, num_shards, alignment):
-        if segment * num_shards >= limit:
-            return None
-        if segment * num_shards < total:
-            continue
-        placer = _Placer(len(tensors))
-
-        def first_legal(start: int, tensor: _Tensor, segment: int = segment) -> int | None:
-            return _first_legal_offset(start, tensor, segment, alignment)
-
-        if placer.fill(tensors, first_legal) and placer.end <= segment * num_shards:
-            return _equal_segments(tensors, placer, segment * num_shards, num_shards)
-    return None
-
-
-def _segment_candidates(
-    tensors: Sequence[_Tensor], num_shards: int, alignment: int
-) -> Sequence[int]:
-    """Segment sizes worth a try, ascending.
-
-    From an equal share upwards, and from each size at which one tensor fewer is met by two cuts
-    or has to be; rounded to what the larger tensors ask for.
-    """
-    share = -(-sum(tensor.numel for tensor in tensors) // num_shards)
-    bounds = {share}
-    for tensor in tensors:
-        bounds |= {bound for bound in (tensor.numel, -(-tensor.numel // 2)) if bound > share}
-    candidates = set()
-    for bound in bounds:
-        for must in (bound, 2 * bound):
-            multiple = math.lcm(alignment, *(t.unit for t in tensors if t.numel > must))
-            step = _round_up(max(1, bound // _STEPS_PER_SHARE), multiple)
-            first = _round_up(bound, multiple)
-            candidates |= {first + step * number for number in range(_STEPS)}
-    return sorted(candidates)
-
-
-def _first_legal_offset(start: int, tensor: _Tensor, segment: int, alignment: int) -> int | None:
-    """The first offset from ``start`` on at which cuts every ``segment`` meet whole units only.
-
-    None: there is none in the segment that holds ``start`` nor in the next.
-    """
-    start = _round_up(start, alignment)
-    next_cut = _round_up(start + 1, segment)
-    step = math.lcm(tensor.unit, alignment)
-    candidates = (
-        start,
-        # Whole steps before the next cut; at it; whole steps before the one after it.
-        next_cut - (next_cut - start) // step * step,
-        next_cut,
-        next_cut + segment % step,
-    )
-    for offset in candidates:
-        first_cut = _round_up(offset + 1, segment)
-        after_cut = offset + tensor.numel - first_cut
-        if after_cut <= 0:
-            return offset
-        if (first_cut - offset) % tensor.unit == 0 and (
-            after_cut <= segment or segment % tensor.unit == 0
-        ):
-            return offset
-    return None
+    # Python's sort is stable: tensor order decides between equals.
+    small = sorted((t for t in tensors if t.numel < chunk), key=lambda tensor: -tensor.numel)
+    placer.fill(small, first_legal)
+    size = round_up(placer.end, chunk * num_shards)
+    return _equal_segments(tensors, placer.offsets, size, num_shards)
 
 
 def _equal_segments(
-    tensors: Sequence[_Tensor], placer: _Placer, size: int, num_shards: int
+    tensors: Sequence[TensorToPlace], offsets: Sequence[int], size: int, num_shards: int
 ) -> GlobalLayout:
     starts = tuple(size // num_shards * rank for rank in range(num_shards))
-    return GlobalLayout(_shapes(tensors), tuple(placer.offsets), size, starts)
-
-
-class _Placer:
-    """Puts tensors at offsets and remembers the gaps between them.
-
-    | a tensor         | gap | a tensor     | gap | a tensor | end
-    """
-
-    def __init__(self, count: int) -> None:
-        self.offsets = [0] * count
-        self.end = 0
-        self._gaps: list[tuple[int, int]] = []
-
-    def put(self, tensor: _Tensor, offset: int) -> None:
-        """Place a tensor at or after the end."""
-        if offset > self.end:
-            self._gaps.append((self.end, offset))
-        self.offsets[tensor.index] = offset
-        self.end = offset + tensor.numel
-
-    def fill(
-        self, tensors: Sequence[_Tensor], first_legal: Callable[[int, _Tensor], int | None]
-    ) -> bool:
-        """Each tensor, largest first, into the first gap with room for it, or at the end.
-
-        Args:
-            first_legal: The first legal offset from a given one on, None if there is none.
-
-        Returns:
-            Whether there was a legal place for every tensor.
-        """
-        # Python's sort is stable: tensor order decides between equals.
-        for tensor in sorted(tensors, key=lambda tensor: -tensor.numel):
-            if not self._put_in_gap(tensor, first_legal):
-                offset = first_legal(self.end, tensor)
-                if offset is None:
-                    return False
-                self.put(tensor, offset)
-        return True
-
-    def _put_in_gap(
-        self, tensor: _Tensor, first_legal: Callable[[int, _Tensor], int | None]
-    ) -> bool:
-        for number, (start, stop) in enumerate(self._gaps):
-            offset = first_legal(start, tensor)
-            if offset is not None and offset + tensor.numel <= stop:
-                self.offsets[tensor.index] = offset
-                pieces = [(start, offset), (offset + tensor.numel, stop)]
-                self._gaps[number : number + 1] = [gap for gap in pieces if gap[0] < gap[1]]
-                return True
-        return False
+    return GlobalLayout(_shapes(tensors), tuple(offsets), size, starts)

@@ -151,6 +151,7 @@ def check_rows(layout: GlobalLayout, shapes: list[Shape]) -> None:
     for index, shape in enumerate(shapes):
         for shards in {1, layout.num_shards}:
             pieces = [layout.rows(index, rank, shards) for rank in range(shards)]
+            assert tuple(rows for _, rows in pieces) == layout.rows_by_segment(index, shards)
             assert sum(rows for _, rows in pieces) == (shape[0] if shape else 1)
             held = [(first, rows) for first, rows in pieces if rows]
             assert all(a[0] + a[1] == b[0] for a, b in pairwise(held))
