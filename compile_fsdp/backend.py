@@ -10,13 +10,16 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from compile_fsdp.passes import pipeline
-from compile_fsdp.passes.schedule import Policy
+from compile_fsdp.passes.costs import CostModel
+from compile_fsdp.passes.policy import Policy, parse_policy
+from compile_fsdp.passes.uses import group_facts
 from compile_fsdp.runtime.group_info import GroupInfo
+from compile_fsdp.runtime.parameter_group import FsdpParameterGroup
 from compile_fsdp.runtime.registry import registry
 
 INNER_COMPILERS = ("inductor", "aot_eager")
@@ -30,13 +33,21 @@ class CompileOptions:
         inner: who compiles the compute: ``"inductor"``, or ``"aot_eager"``, which runs the graphs
             op by op and is bitwise equal to the eager driver.
         verify: prove every rewritten graph right (see ``passes/verify.py``); costs compile time.
-        prefetch: how many groups ahead of their use gathers are issued; 0 turns overlap off.
+        prefetch, memory_budget, activation_bytes, reshard_after_forward, merge_below, equal_shapes,
+            cost_model: what the schedules should be like; see `compile_fsdp.passes.policy.Policy`
+            and `parse_policy` for their values and defaults.
         inductor: extra Inductor config values for this compilation, by name.
     """
 
     inner: str = "inductor"
     verify: bool = False
-    prefetch: int = 1
+    prefetch: int | str = "auto"
+    memory_budget: int | float | str = "peak"
+    activation_bytes: int | str | None = None
+    reshard_after_forward: bool | str | Mapping[str, bool] = "auto"
+    merge_below: int | str | None = None
+    equal_shapes: bool = False
+    cost_model: CostModel | str | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -69,17 +80,25 @@ class CompileOptions:
             )
         if not isinstance(self.verify, bool):
             raise TypeError(f"compile_fsdp: option 'verify' must be a bool, got {self.verify!r}")
-        if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int):
-            raise TypeError(
-                f"compile_fsdp: option 'prefetch' must be an int, got {self.prefetch!r}"
-            )
-        if self.prefetch < 0:
-            raise ValueError(f"compile_fsdp: option 'prefetch' must be >= 0, got {self.prefetch}")
         if not isinstance(self.inductor, Mapping):
             raise TypeError(
                 "compile_fsdp: option 'inductor' must be a dict of Inductor config values, got "
                 f"{type(self.inductor).__name__}"
             )
+        self.policy("cpu")
+
+    def policy(self, device: str) -> Policy:
+        """What these options ask of the schedules of a model on a type of device ("cuda").
+
+        Raises:
+            ValueError: names the option.
+        """
+        try:
+            return parse_policy(
+                {each.name: getattr(self, each.name) for each in fields(self)}, device
+            )
+        except ValueError as error:
+            raise ValueError(f"compile_fsdp: {error}") from None
 
 
 def compile_fsdp(
@@ -110,7 +129,7 @@ def compile_fsdp(
             'options={"inductor": {...}}'
         )
     groups = groups_in(gm)
-    policy = Policy(prefetch=parsed.prefetch)
+    policy = _policy(parsed, groups)
     if parsed.inner == "aot_eager":
         return pipeline.compile_with_aot_eager(
             gm, example_inputs, groups=groups, policy=policy, verify=parsed.verify
@@ -123,6 +142,23 @@ def compile_fsdp(
         verify=parsed.verify,
         config_patches=dict(parsed.inductor),
     )
+
+
+def _policy(options: CompileOptions, groups: Mapping[str, GroupInfo]) -> Policy:
+    """The policy for one graph, checked against the whole models that its groups belong to.
+
+    A graph may hold a part of a model, so an option may speak of groups that are not in it.
+    """
+    live = [cast(FsdpParameterGroup, registry.lookup(name)) for name in groups]
+    contexts = dict.fromkeys(group.context for group in live)
+    policy = options.policy(live[0].device.type if live else "cpu")
+    whole = {group.name: group.info for context in contexts for group in context.groups()}
+    try:
+        policy.check_groups([info.label for info in whole.values()])
+        policy.check_budget(group_facts(whole))
+    except ValueError as error:
+        raise ValueError(f"compile_fsdp: {error}") from None
+    return policy
 
 
 def groups_in(gm: torch.fx.GraphModule) -> dict[str, GroupInfo]:

@@ -57,6 +57,29 @@ class GradientUse:
 
 
 @dataclass(frozen=True)
+class NodeFacts:
+    """What one node costs.
+
+    Memory is counted by allocation: views own nothing, and what they look at lives until the last
+    of them is used.
+
+    Attributes:
+        allocates: bytes of memory that the node brings into being, 0 for a view. For a graph
+            input: what becomes free when the graph is done with it.
+        last: position of the last node that uses this memory; the graph's end when it is returned.
+        flops: floating-point operations of matrix multiplications, attention and convolutions.
+        dtype: in which they are done ("bfloat16"), "" when there are none.
+        moved: bytes read and written, 0 for a view.
+    """
+
+    allocates: int = 0
+    last: int = 0
+    flops: int = 0
+    dtype: str = ""
+    moved: int = 0
+
+
+@dataclass(frozen=True)
 class GraphFacts:
     """Everything about one graph that a schedule may depend on.
 
@@ -67,6 +90,10 @@ class GraphFacts:
         parameters: uses in order of first reader.
         gradients: summands in the order in which autograd adds them up.
         gradient_outputs: which graph outputs are sums of nothing but those gradients.
+        nodes: what each node costs, by position; empty when nobody has counted. Sizes of data, and
+            so rank-dependent: nothing that orders or counts collectives may depend on them.
+        kept: groups that a forward graph keeps unsharded for its backward graph, and that the
+            backward graph takes over.
     """
 
     kind: GraphKind
@@ -75,6 +102,13 @@ class GraphFacts:
     parameters: tuple[ParameterUse, ...] = ()
     gradients: tuple[GradientUse, ...] = ()
     gradient_outputs: tuple[int, ...] = ()
+    nodes: tuple[NodeFacts, ...] = ()
+    kept: tuple[str, ...] = ()
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether this is a backward graph."""
+        return self.kind is GraphKind.BACKWARD
 
     @property
     def end(self) -> int:
@@ -92,6 +126,13 @@ class GroupFacts:
         gather_bytes: size of the gathered flat buffer.
         reduce_bytes: size of the packed gradients that are reduced.
         finishes_later: whether the last microbatch has a reduction of its own (reduce_outer).
+        reduces_inner: whether every backward has a reduction (reduce_inner) that communicates.
+        numel: elements of the gathered flat buffer.
+        dtype: compute dtype ("bfloat16").
+        mesh_shape: sizes of the data-parallel axes, dp_outer first.
+        state_bytes: what a rank keeps of the group all the time: its part of weight and gradient.
+        mergeable: groups with equal values may share a collective: same ranks, dtypes and
+            placements. None: never.
     """
 
     name: str
@@ -99,3 +140,9 @@ class GroupFacts:
     gather_bytes: int
     reduce_bytes: int
     finishes_later: bool = False
+    reduces_inner: bool = True
+    numel: int = 0
+    dtype: str = "float32"
+    mesh_shape: tuple[int, ...] = ()
+    state_bytes: int = 0
+    mergeable: str | None = None

@@ -1,7 +1,8 @@
 """Facts about a graph + groups + policy -> Schedule. Everything that is decided is decided here.
 
 A pure function of plain data: no torch, no clock, no set whose order could differ between ranks.
-Ranks that compile the same graph plan the same communication without talking to each other.
+Ranks that compile the same program plan the same communication without talking to each other, also
+where their batches differ in shape: see `policy` for what may decide what.
 
 The default plan of a graph that reads groups a, b, c one after the other (time goes right):
 
@@ -10,9 +11,9 @@ The default plan of a graph that reads groups a, b, c one after the other (time 
     reductions                                       [reduce a]                 [reduce b]
 
 - A group has one interval in a graph, from its first reader to its last; groups are gathered in
-  the order of their first readers, `Policy.prefetch` groups ahead of their wait.
-- What a group frees is freed before anything new is gathered, so at most ``1 + prefetch`` groups
-  of a chain of blocks are unsharded at a time.
+  the order of their first readers, as far ahead of their wait as `prefetch` says.
+- What a group frees is freed before anything new is gathered. A group that `keep` chose is not
+  freed at the end of forward but taken over by backward.
 - A group's gradients are reduced once, after the last of them.
 - The outer reduction of a group goes along with the inner reduction of the next one: by then its
   own inner reduction has had a group's compute to finish behind.
@@ -28,9 +29,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from .facts import GraphFacts, GroupFacts
+from .facts import GraphFacts, GraphKind, GroupFacts
+from .memory import memory_curve
+from .policy import Policy
+from .prefetch import Unit, leads
 from .steps import (
     GroupStep,
+    Keep,
     ReduceInner,
     ReduceOuter,
     Release,
@@ -39,34 +44,26 @@ from .steps import (
     Unshard,
     Wait,
     WaitReductions,
+    format_bytes,
 )
+from .timeline import timeline
+
+__all__ = ["Policy", "plan"]
 
 
-@dataclass(frozen=True)
-class Policy:
-    """What a user may ask of the schedule.
-
-    Attributes:
-        prefetch: how many groups ahead of their wait gathers are issued; 0 turns overlap off.
-
-    Raises:
-        ValueError: ``prefetch`` is negative.
-    """
-
-    prefetch: int = 1
-
-    def __post_init__(self) -> None:
-        if self.prefetch < 0:
-            raise ValueError(f"prefetch must be 0 or more groups, got {self.prefetch}")
-
-
-def plan(facts: GraphFacts, groups: Mapping[str, GroupFacts], policy: Policy) -> Schedule:
+def plan(
+    facts: GraphFacts,
+    groups: Mapping[str, GroupFacts],
+    policy: Policy,
+    reasons: Mapping[str, str] | None = None,
+) -> Schedule:
     """Plan the communication of one graph.
 
     Args:
         facts: what the graph reads and produces.
         groups: the groups of the model by name; may hold more than the graph uses.
         policy: what the user asked for.
+        reasons: why groups are kept between forward and backward, or not (see `keep`).
 
     Returns:
         The schedule; it has no steps when the graph uses no group.
@@ -76,8 +73,10 @@ def plan(facts: GraphFacts, groups: Mapping[str, GroupFacts], policy: Policy) ->
     """
     intervals = _intervals(facts)
     reductions = _reductions(facts)
+    reasons = reasons or {}
     slots = [
-        *_gather_slots(intervals, facts, policy),
+        *_gather_slots(intervals, facts, groups, policy),
+        *_release_slots(intervals, facts, groups, reasons),
         *_reduction_slots(reductions, facts, groups),
     ]
     # Slots that compare equal keep the order in which they were listed.
@@ -85,10 +84,17 @@ def plan(facts: GraphFacts, groups: Mapping[str, GroupFacts], policy: Policy) ->
     used = dict.fromkeys(
         [*(interval.group for interval in intervals), *(part.group for part in reductions)]
     )
+    steps = _chained([slot.step for slot in slots])
+    known = {name: groups[name] for name in used}
+    kept = frozenset(facts.kept) if facts.is_backward else frozenset()
     return Schedule(
-        steps=_chained([slot.step for slot in slots]),
+        steps=steps,
         facts=facts,
-        groups={name: groups[name] for name in used},
+        groups=known,
+        memory=memory_curve(steps, facts, known),
+        timeline=timeline(steps, facts, known, policy.costs, kept=kept),
+        budget=policy.budget_bytes,
+        reasons={name: reasons[name] for name in used if name in reasons},
     )
 
 
@@ -148,18 +154,38 @@ def _reductions(facts: GraphFacts) -> list[_Reduction]:
 
 
 def _gather_slots(
-    intervals: Sequence[_Interval], facts: GraphFacts, policy: Policy
+    intervals: Sequence[_Interval],
+    facts: GraphFacts,
+    groups: Mapping[str, GroupFacts],
+    policy: Policy,
 ) -> Iterator[_Slot]:
-    for number, interval in enumerate(intervals):
-        group = interval.group
-        if number == 0:
-            # Nothing to hide behind but the compute before the first reader.
-            yield _Slot(_FIRST, Unshard(anchor=facts.start, group=group))
-        else:
-            leader = intervals[max(number - policy.prefetch, 0)]
-            yield _Slot(_UNSHARD, Unshard(anchor=leader.first, group=group))
-        yield _Slot(_WAIT, Wait(anchor=interval.first, group=group))
-        yield _Slot(_RELEASE, Release(anchor=interval.last + 1, group=group))
+    kept = facts.kept if facts.is_backward else ()
+    units = [
+        Unit((each.group,), each.first, each.last, gathered=each.group in kept)
+        for each in intervals
+    ]
+    for unit, lead in zip(units, leads(units, facts, groups, policy), strict=True):
+        (group,) = unit.groups
+        turn, anchor = _FIRST, facts.start
+        if lead.leader is not None:
+            turn, anchor = _UNSHARD, units[lead.leader].first
+        yield _Slot(turn, Unshard(anchor=anchor, group=group, reason=lead.reason))
+        yield _Slot(_WAIT, Wait(anchor=unit.first, group=group, reason="read from here on"))
+
+
+def _release_slots(
+    intervals: Sequence[_Interval],
+    facts: GraphFacts,
+    groups: Mapping[str, GroupFacts],
+    reasons: Mapping[str, str],
+) -> Iterator[_Slot]:
+    for each in intervals:
+        if facts.kind is GraphKind.FORWARD and each.group in facts.kept:
+            reason = reasons.get(each.group, "kept for backward")
+            yield _Slot(_RELEASE, Keep(anchor=each.last + 1, group=each.group, reason=reason))
+            continue
+        reason = f"frees {format_bytes(groups[each.group].gather_bytes)}: no reader is left"
+        yield _Slot(_RELEASE, Release(anchor=each.last + 1, group=each.group, reason=reason))
 
 
 def _reduction_slots(
@@ -172,12 +198,18 @@ def _reduction_slots(
     for reduction, own, following in zip(
         reductions, anchors, [*anchors[1:], facts.end], strict=True
     ):
-        inner = ReduceInner(anchor=own, group=reduction.group, indices=reduction.indices)
+        group = reduction.group
+        why = "its last gradient is there"
+        inner = ReduceInner(anchor=own, group=group, indices=reduction.indices, reason=why)
         yield _Slot(_REDUCE_INNER, inner)
-        if groups[reduction.group].finishes_later:
-            yield _Slot(_REDUCE_OUTER, ReduceOuter(anchor=following, group=reduction.group))
+        if groups[group].finishes_later:
+            why = "while the next group is reduced over dp_inner"
+            if following == facts.end:
+                why = "nothing is left to hide it behind"
+            yield _Slot(_REDUCE_OUTER, ReduceOuter(anchor=following, group=group, reason=why))
     names = tuple(reduction.group for reduction in reductions)
-    yield _Slot(_LAST, WaitReductions(anchor=facts.end, groups=names))
+    why = "whoever runs after the graph sees finished gradients"
+    yield _Slot(_LAST, WaitReductions(anchor=facts.end, groups=names, reason=why))
 
 
 def _chained(steps: Sequence[Step]) -> tuple[Step, ...]:

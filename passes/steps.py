@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar
 
+from .estimates import MemoryCurve, Timeline
 from .facts import GraphFacts, GraphKind, GroupFacts
 
 
@@ -33,11 +34,18 @@ class Step:
             decrease along a schedule; steps with one anchor are written in schedule order.
         after: numbers of the earlier steps that the written node names as arguments, beyond the
             one whose result it works on.
+        reason: why the step is where it is, for people. Says nothing that steps are compared by.
     """
 
     op: ClassVar[str]
     anchor: int
     after: tuple[int, ...] = ()
+    reason: str = field(default="", compare=False, kw_only=True)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The groups that the step is about."""
+        return ()
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,10 @@ class GroupStep(Step):
     """A step of one parameter group."""
 
     group: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.group,)
 
 
 @dataclass(frozen=True)
@@ -67,6 +79,13 @@ class Release(GroupStep):
     and the next step that can names it."""
 
     op: ClassVar[str] = "release"
+
+
+@dataclass(frozen=True)
+class Keep(Release):
+    """Instead of a release at the end of a forward: the backward takes the buffer over."""
+
+    op: ClassVar[str] = "keep"
 
 
 @dataclass(frozen=True)
@@ -99,6 +118,10 @@ class WaitReductions(Step):
     op: ClassVar[str] = "wait_reductions"
     groups: tuple[str, ...] = ()
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.groups
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -108,21 +131,63 @@ class Schedule:
         steps: in the order in which they are issued.
         facts: the graph that was planned.
         groups: the groups that the steps name, by name.
+        memory: modelled live bytes, by position.
+        timeline: modelled times, by step.
+        budget: the bytes that the policy allows a rank, None where it names no number.
+        reasons: what was decided for each group as a whole (kept or released), and why.
     """
 
     steps: tuple[Step, ...]
     facts: GraphFacts
     groups: Mapping[str, GroupFacts]
+    memory: MemoryCurve = field(default_factory=MemoryCurve)
+    timeline: Timeline = field(default_factory=Timeline)
+    budget: int | None = None
+    reasons: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def kind(self) -> GraphKind:
         """Which graph this is the plan of."""
         return self.facts.kind
 
+    @property
+    def over_budget(self) -> int:
+        """Bytes by which the modelled peak exceeds the budget; 0 where it holds."""
+        if self.budget is None:
+            return 0
+        return max(0, self.memory.state + self.memory.peak - self.budget)
+
+    @property
+    def sequence(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """Op and groups of every step: what must be, and is, the same on every rank."""
+        return tuple((step.op, step.names) for step in self.steps)
+
     def to_json(self) -> str:
-        """The steps as a JSON text: one object for each, with the fields of its class."""
-        rows = [_as_dict(step) for step in self.steps]
-        return json.dumps({"kind": self.kind.value, "steps": rows}, indent=1)
+        """The schedule as a JSON text.
+
+        ``steps`` has one object for each step with the fields of its class and its modelled
+        times (seconds); ``memory`` has the bytes at the peak and the curves by position.
+        """
+        times = self.timeline.steps or (None,) * len(self.steps)
+        rows = [
+            {**_as_dict(step), **({} if time is None else {"time": asdict(time)})}
+            for step, time in zip(self.steps, times, strict=True)
+        ]
+        memory = {
+            "state": self.memory.state,
+            "peak": self.memory.peak,
+            "peak_at": self.memory.peak_at,
+            "at_peak": self.memory.at_peak,
+            "budget": self.budget,
+            "over_budget": self.over_budget,
+            "live": list(self.memory.live),
+        }
+        seconds = {
+            name: getattr(self.timeline, name)
+            for name in ("compute", "communication", "exposed", "total")
+        }
+        parts = {"kind": self.kind.value, "steps": rows, "memory": memory, "seconds": seconds}
+        return json.dumps({**parts, "reasons": dict(self.reasons)}, indent=1)
 
     def __str__(self) -> str:
         """The table of the module's docstring, below a line of totals."""
@@ -195,6 +260,14 @@ def format_bytes(size: int) -> str:
         if value < 1024:
             return f"{value:.1f} {unit}"
     return f"{value / 1024:.1f} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """``seconds`` for people: ``1.3 ms``."""
+    for factor, unit in ((1.0, "s"), (1e3, "ms")):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.1f} {unit}"
+    return f"{seconds * 1e6:.1f} us"
 
 
 def _table(rows: Sequence[Sequence[str]], right_aligned: Sequence[int]) -> list[str]:

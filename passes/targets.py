@@ -53,7 +53,7 @@ def is_gradient_marker(node: Node) -> bool:
 
 def parameter_key(marker: Node) -> ParameterKey:
     """The parameter that a marker, or a gradient marker, stands for."""
-    _, group, index = marker.args
+    _, group, index, *_ = marker.args
     return cast(str, group), cast(int, index)
 
 
@@ -68,6 +68,12 @@ def is_tangent(node: Node) -> bool:
     AOTAutograd says so by the placeholder's name alone, and its own partitioner asks it so.
     """
     return node.op == "placeholder" and "tangents" in str(node.target)
+
+
+def is_primal(node: Node) -> bool:
+    """Whether ``node`` is an input of the forward graph, in whatever graph it has come into; by its
+    name, as `is_tangent`."""
+    return node.op == "placeholder" and "primals" in str(node.target)
 
 
 def has_tangents(graph: Graph) -> bool:

@@ -117,3 +117,23 @@ def evaluate_reads_of(buffer: Any) -> None:
     from torch._inductor.virtualized import V
 
     V.graph.mark_buffer_mutated(buffer.get_name())
+
+
+SIZE_HINT = 512
+"""What a symbolic size counts as where an estimate needs a number; see `hinted_size`."""
+
+
+def hinted_size(size: int | torch.SymInt) -> int:
+    """``size``, or for a symbolic one its value with every symbol at `SIZE_HINT`.
+
+    torch's own hint is the size that this process saw first, which may differ between ranks. The
+    expression behind a SymInt is reachable by its node only.
+    """
+    if isinstance(size, int):
+        return size
+    expression = size.node.expr
+    value = expression.xreplace(dict.fromkeys(expression.free_symbols, SIZE_HINT))
+    try:
+        return max(int(value), 0)
+    except TypeError:
+        return SIZE_HINT

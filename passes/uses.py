@@ -27,7 +27,8 @@ from .gradients import (
     gradients_by_parameter,
     marked_gradient,
 )
-from .targets import ParameterKey, has_tangents, is_marker, parameter_key
+from .targets import ParameterKey, has_tangents, is_marker, is_primal, parameter_key
+from .workload import node_facts
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ def find_uses(graph: Graph, groups: Mapping[str, GroupInfo], kind: GraphKind) ->
         parameters=tuple(sorted(parameters, key=lambda use: use.first)),
         gradients=tuple(gradients),
         gradient_outputs=tuple(total.output for total in sums if not total.rest),
+        nodes=node_facts(nodes, held_inputs(nodes, kind)),
     )
     return GraphUses(
         facts=facts,
@@ -98,6 +100,13 @@ def find_uses(graph: Graph, groups: Mapping[str, GroupInfo], kind: GraphKind) ->
         gradients=gradients_by_parameter(sums),
         sums=tuple(sums),
     )
+
+
+def held_inputs(nodes: Sequence[Node], kind: GraphKind) -> dict[Node, None]:
+    """The graph inputs that the caller holds on to while the graph runs: all but what a backward
+    graph is given of its forward's results, and tangents."""
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    return {node: None for node in inputs if kind is not GraphKind.BACKWARD or is_primal(node)}
 
 
 def graph_kind(graph: Graph, is_inference: bool) -> GraphKind:
@@ -116,9 +125,21 @@ def group_facts(groups: Mapping[str, GroupInfo]) -> dict[str, GroupFacts]:
             gather_bytes=info.full_bytes if info.gathers else 0,
             reduce_bytes=info.full_numel * info.grad_comm_dtype.itemsize,
             finishes_later=info.finishes_later,
+            reduces_inner=info.gathers or not info.finishes_later,
+            numel=info.full_numel,
+            dtype=str(info.dtype).removeprefix("torch."),
+            mesh_shape=info.mesh_shape,
+            state_bytes=_state_bytes(info),
         )
         for name, info in groups.items()
     }
+
+
+def _state_bytes(info: GroupInfo) -> int:
+    """An even share of weight and gradient: what a rank really holds may differ between ranks."""
+    ranks = info.mesh_shape[-1] if info.gathers else 1
+    gradient = info.grad_comm_dtype.itemsize if info.requires_grad else 0
+    return -(-info.full_numel // ranks) * (info.dtype.itemsize + gradient)
 
 
 def _parameter_use(tree: AliasTree, position: Mapping[Node, int]) -> ParameterUse:

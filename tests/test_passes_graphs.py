@@ -29,8 +29,8 @@ forward: 3 unshard (800 B)
 #  step     group     where             bytes  names  behind
 0  unshard  root      at the start      256 B
 1  unshard  blocks.0  before embedding  272 B  0      root
-2  wait     root      before embedding         1
-3  unshard  blocks.1  before mul_1      272 B  2      blocks.0
+2  unshard  blocks.1  before embedding  272 B  1      root blocks.0
+3  wait     root      before embedding         2
 4  wait     blocks.0  before mul_1             3
 5  release  blocks.0  after mm_1
 6  wait     blocks.1  before mul_3             5
@@ -42,10 +42,10 @@ forward: 3 unshard (800 B)
         """\
 full_root = unshard(primals_2)
 full_blocks_0 = unshard(primals_3)  after full_root
-wait(full_root)                     after full_blocks_0
+full_blocks_1 = unshard(primals_4)  after full_blocks_0
+wait(full_root)                     after full_blocks_1
     embedding ... mul (6)
-full_blocks_1 = unshard(primals_4)  after full_root
-wait(full_blocks_0)                 after full_blocks_1
+wait(full_blocks_0)                 after full_root
     mul_1 ... mm_1 (4)
 release(full_blocks_0)
     add_1 ... mul_2 (6)

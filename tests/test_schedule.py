@@ -305,13 +305,18 @@ def test_the_order_in_which_groups_are_described_changes_nothing() -> None:
 
 def test_json_names_every_field_of_every_step() -> None:
     schedule = backward("tangents input\nd_a is a.0'", A)
-    assert json.loads(schedule.to_json()) == {
-        "kind": "backward",
-        "steps": [
-            {"step": "reduce_inner", "anchor": 2, "after": [], "group": A.name, "indices": [0]},
-            {"step": "wait_reductions", "anchor": 2, "after": [0], "groups": [A.name]},
-        ],
-    }
+    found = json.loads(schedule.to_json())
+    assert found["kind"] == "backward"
+    times = [row.pop("time") for row in found["steps"]]
+    assert all(set(time) == {"issued", "start", "end", "exposed"} for time in times)
+    assert all(row.pop("reason") for row in found["steps"])
+    assert found["steps"] == [
+        {"step": "reduce_inner", "anchor": 2, "after": [], "group": A.name, "indices": [0]},
+        {"step": "wait_reductions", "anchor": 2, "after": [0], "groups": [A.name]},
+    ]
+    assert found["memory"]["at_peak"] == {"activations": 0, "gathered": 0, "gradients": 8 * KIB}
+    assert found["memory"]["live"] == [0, 0, 8 * KIB]
+    assert found["seconds"]["total"] >= found["seconds"]["exposed"] >= 0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,76 @@
+"""Live bytes of a planned graph, position by position. No torch here.
+
+    activations   results of nodes, until their last use; saved ones until the graph's end
+    gathered      unsharded parameters, from the gather to the release (kept ones: to the end)
+    gradients     packed full gradients on their way into a reduction
+
+Position ``p`` stands for the time while node ``p`` runs, the steps before it issued.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+
+from .estimates import MemoryCurve
+from .facts import GraphFacts, GroupFacts, NodeFacts
+from .steps import Keep, ReduceInner, Release, Step, Unshard
+
+REDUCTIONS_IN_FLIGHT = 2
+"""The runtime holds so many packed gradients; the next reduction waits for the oldest."""
+
+
+def memory_curve(
+    steps: Sequence[Step], facts: GraphFacts, groups: Mapping[str, GroupFacts]
+) -> MemoryCurve:
+    """The live bytes of a graph that follows ``steps``."""
+    size = len(facts.names)
+    return MemoryCurve(
+        activations=activations(facts.nodes, size),
+        gathered=_filled(size, _gathered(steps, facts, groups)),
+        gradients=_filled(size, _packed(steps, size, groups)),
+        state=sum(group.state_bytes for group in groups.values()),
+    )
+
+
+def activations(nodes: Sequence[NodeFacts], size: int) -> tuple[int, ...]:
+    """Bytes of the nodes' own results, by position."""
+    intervals = ((at, node.last + 1, node.allocates) for at, node in enumerate(nodes))
+    return _filled(size, (row for row in intervals if row[2]))
+
+
+def _gathered(
+    steps: Sequence[Step], facts: GraphFacts, groups: Mapping[str, GroupFacts]
+) -> list[tuple[int, int, int]]:
+    since = {group: 0 for group in facts.kept if group in groups} if facts.is_backward else {}
+    end = len(facts.names)
+    intervals = []
+    for step in steps:
+        if isinstance(step, Unshard):
+            since.setdefault(step.group, step.anchor)
+        elif isinstance(step, Release):
+            until = end if isinstance(step, Keep) else step.anchor
+            size = groups[step.group].gather_bytes
+            intervals.append((since.pop(step.group), until, size))
+    return intervals + [(first, end, groups[group].gather_bytes) for group, first in since.items()]
+
+
+def _packed(
+    steps: Sequence[Step], size: int, groups: Mapping[str, GroupFacts]
+) -> list[tuple[int, int, int]]:
+    reductions = [step for step in steps if isinstance(step, ReduceInner)]
+    done = [step.anchor for step in reductions[REDUCTIONS_IN_FLIGHT:]]
+    done += [size] * REDUCTIONS_IN_FLIGHT
+    return [
+        (step.anchor, until + 1, groups[step.group].reduce_bytes)
+        for step, until in zip(reductions, done, strict=False)
+    ]
+
+
+def _filled(size: int, intervals: Iterable[tuple[int, int, int]]) -> tuple[int, ...]:
+    """The sum of intervals ``(first, past the last, bytes)`` at each position."""
+    changes = [0] * (size + 1)
+    for first, past, amount in intervals:
+        changes[min(first, size)] += amount
+        changes[min(past, size)] -= amount
+    return tuple(accumulate(changes[:size]))

@@ -1,0 +1,143 @@
+"""What the nodes of a graph cost: FLOPs, bytes moved, bytes allocated and until when.
+
+Sizes that are symbolic count with one fixed hint for each symbol, the same on every rank and in
+every run: the size that a rank happened to see first is nobody else's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.utils.flop_counter import flop_registry
+
+from .aliases import is_view_of
+from .facts import NodeFacts
+from .targets import is_gradient_marker, is_marker
+from .torch_internals import hinted_size
+
+# The CPU's kernel has no formula of its own in torch's table, and the same arguments.
+_SAME_FORMULA = {
+    "aten._scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_flash_attention",
+}
+
+
+def node_facts(nodes: Sequence[Node], held: Mapping[Node, None]) -> tuple[NodeFacts, ...]:
+    """The costs of ``nodes``, a whole graph in order.
+
+    Args:
+        nodes: all nodes, the output last.
+        held: graph inputs that stay alive whatever the graph does (the caller holds them): flat
+            shards, and the user's own tensors in a forward graph. They count for nothing.
+
+    Markers of parameters and of gradients cost nothing: the schedule accounts for their memory.
+    """
+    memory = _Memory(held)
+    for position, node in enumerate(nodes):
+        memory.visit(node, position)
+    return tuple(
+        NodeFacts(
+            allocates=memory.allocates[position],
+            last=memory.last.get(position, position),
+            flops=_flops(node),
+            dtype=_dtype(node),
+            moved=_moved(node) if memory.computes[position] else 0,
+        )
+        for position, node in enumerate(nodes)
+    )
+
+
+class _Memory:
+    """Who allocates, and who uses it last.
+
+    Attributes:
+        allocates: bytes of new memory by position.
+        last: by position of the allocating node, the position of the last use.
+        computes: whether a node computes anything: it is no view, marker or input.
+    """
+
+    def __init__(self, held: Mapping[Node, None]) -> None:
+        self.held = held
+        self.allocates: list[int] = []
+        self.last: dict[int, int] = {}
+        self.computes: list[bool] = []
+        self._owners: dict[Node, tuple[int, ...]] = {}
+
+    def visit(self, node: Node, position: int) -> None:
+        for argument in node.all_input_nodes:
+            for owner in self._owners.get(argument, ()):
+                self.last[owner] = position
+        viewed = [argument for argument in node.all_input_nodes if is_view_of(node, argument)]
+        free = node in self.held or is_marker(node) or is_gradient_marker(node)
+        tensors = [] if free else list(_tensors(node))
+        if viewed:
+            owners = [owner for argument in viewed for owner in self._owners.get(argument, ())]
+            self._owners[node] = tuple(dict.fromkeys(owners))
+            self.allocates.append(0)
+        else:
+            self._owners[node] = (position,) if tensors else ()
+            self.allocates.append(sum(_bytes(tensor) for tensor in tensors))
+        self.computes.append(node.op == "call_function" and not viewed and not free)
+
+
+def _tensors(node: Node) -> Iterator[torch.Tensor]:
+    if node.op in ("call_function", "placeholder"):
+        value = node.meta.get("val")
+        for result in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(result, torch.Tensor):
+                yield result
+
+
+def _shape(tensor: torch.Tensor) -> list[int]:
+    return [hinted_size(size) for size in tensor.shape]
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    numel = 1
+    for size in _shape(tensor):
+        numel *= size
+    return numel * tensor.element_size()
+
+
+def _moved(node: Node) -> int:
+    read = sum(_bytes(tensor) for argument in node.all_input_nodes for tensor in _values(argument))
+    return read + sum(_bytes(tensor) for tensor in _tensors(node))
+
+
+def _values(node: Node) -> Iterator[torch.Tensor]:
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        yield value
+
+
+def _flops(node: Node) -> int:
+    packet = getattr(node.target, "overloadpacket", None)
+    if node.op != "call_function" or packet is None:
+        return 0
+    alias = _SAME_FORMULA.get(str(packet))
+    formula: Any = flop_registry.get(getattr(torch.ops.aten, alias) if alias else packet)
+    if formula is None:
+        return 0
+    args = torch.fx.node.map_arg(node.args, _argument)
+    kwargs = torch.fx.node.map_arg(node.kwargs, _argument)
+    return int(formula(*args, **kwargs, out_val=_argument(node)))
+
+
+def _argument(node: Node) -> Any:
+    """What a FLOP formula wants of an argument: shapes in place of tensors."""
+    value = node.meta.get("val")
+    if isinstance(value, tuple | list):
+        return tuple(_shape(each) if isinstance(each, torch.Tensor) else each for each in value)
+    if isinstance(value, torch.Tensor):
+        return _shape(value)
+    return hinted_size(value) if isinstance(value, torch.SymInt) else value
+
+
+def _dtype(node: Node) -> str:
+    """The dtype of the first tensor that a node takes; "" when it takes none."""
+    for argument in node.all_input_nodes:
+        for value in _values(argument):
+            return str(value.dtype).removeprefix("torch.")
+    return ""
