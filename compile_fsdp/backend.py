@@ -7,7 +7,9 @@ this package stays light.
 
 from __future__ import annotations
 
+import copy
 import difflib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, cast
@@ -130,18 +132,53 @@ def compile_fsdp(
         )
     groups = groups_in(gm)
     policy = _policy(parsed, groups)
+    original = copy.deepcopy(gm) if groups else gm
     if parsed.inner == "aot_eager":
-        return pipeline.compile_with_aot_eager(
+        compiled = pipeline.compile_with_aot_eager(
             gm, example_inputs, groups=groups, policy=policy, verify=parsed.verify
         )
-    return pipeline.compile_with_inductor(
-        gm,
-        example_inputs,
-        groups=groups,
-        policy=policy,
-        verify=parsed.verify,
-        config_patches=dict(parsed.inductor),
-    )
+    else:
+        compiled = pipeline.compile_with_inductor(
+            gm,
+            example_inputs,
+            groups=groups,
+            policy=policy,
+            verify=parsed.verify,
+            config_patches=dict(parsed.inductor),
+        )
+    return _following_flags(compiled, original, groups, policy) if groups else compiled
+
+
+def _following_flags(
+    compiled: Callable[..., Any],
+    original: torch.fx.GraphModule,
+    groups: Mapping[str, GroupInfo],
+    policy: Policy,
+) -> Callable[..., Any]:
+    """``compiled``, which sees that a parameter has been frozen or made trainable.
+
+    The flag is on the sharded parameter, which no graph has as an input. Taking it over changes
+    what Dynamo guards on, so the next call compiles anew; but this one's guards have been
+    evaluated. It runs the same graph with the flags of now, operator by operator.
+    """
+    trainable = {name: info.trainable for name, info in groups.items()}
+
+    @functools.wraps(compiled)
+    def call(*args: Any) -> Any:
+        now = {name: flags_of(name) for name in trainable}
+        if now == trainable:
+            return compiled(*args)
+        once = pipeline.compile_with_aot_eager(
+            copy.deepcopy(original), args, groups=groups_in(original), policy=policy
+        )
+        return once(*args)
+
+    def flags_of(name: str) -> tuple[bool, ...]:
+        group = registry.lookup(name)
+        group.follow_requires_grad()
+        return group.trainable
+
+    return call
 
 
 def _policy(options: CompileOptions, groups: Mapping[str, GroupInfo]) -> Policy:

@@ -58,6 +58,8 @@ class FsdpContext(GroupContext):
         if self.eager_depth == 0:
             self.drop_leftovers()
             self.begin_graph()
+            for group in self.groups():
+                group.follow_requires_grad()
         self.eager_depth += 1
         unit.forwards += 1
         unit.move_to(Phase.FORWARD)

@@ -39,9 +39,20 @@ def install_hooks(module: nn.Module, unit: FsdpUnit) -> None:
     module.register_forward_pre_hook(_pre_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(_post_forward, always_call=True)
     for group in unit.groups:
-        if group.requires_grad:
-            for parameter in group.parameters:
+        watch_gradients(unit, group)
+
+
+def watch_gradients(unit: FsdpUnit, group: FsdpParameterGroup) -> None:
+    """Reduce ``group`` when all its trainable parameters, now and later, have their gradients."""
+    watched: set[FsdpParameter] = set()
+
+    def watch_trainable() -> None:
+        for parameter, trainable in zip(group.parameters, group.trainable, strict=True):
+            if trainable and parameter not in watched:
+                watched.add(parameter)
                 _reduce_when_complete(unit, group, parameter)
+
+    group.when_trainable_changes(watch_trainable)
 
 
 @inlined_or_skipped
@@ -229,7 +240,10 @@ def _reduce_when_complete(
                 "attribute, or written into an argument). Return it from the module's forward, or "
                 "compile the model"
             )
-        if all(other.unsharded.grad is not None for other in group.parameters):
+        if all(
+            other.unsharded.grad is not None or not trainable
+            for other, trainable in zip(group.parameters, group.trainable, strict=True)
+        ):
             # The weights stay: a path without a gradient (a detached use) may still read them.
             group.reduce_gradients()
 

@@ -36,17 +36,22 @@ UNIT_ATTRIBUTE = "_fsdp_unit"
 class ParameterSlot:
     """Where the property for one parameter name of one module finds its parameter.
 
-    Dynamo guards on exactly the three plain attributes that tracing reads: the group's flat leaf
-    (one graph input for the whole group), its name and the tensor's index.
+    Dynamo guards on exactly the plain attributes that tracing reads: the group's flat leaf (one
+    graph input for the whole group), its name, the tensor's index and whether it is trainable.
     """
 
-    __slots__ = ("flat_leaf", "group", "group_name", "index")
+    __slots__ = ("flat_leaf", "group", "group_name", "index", "trainable")
 
     def __init__(self, group: FsdpParameterGroup, index: int) -> None:
         self.group = group
         self.index = index
         self.flat_leaf = group.flat_leaf
         self.group_name = group.name
+        self.trainable = group.trainable[index]
+        group.when_trainable_changes(self._follow)
+
+    def _follow(self) -> None:
+        self.trainable = self.group.trainable[self.index]
 
     def read(self) -> nn.Parameter:
         """The full parameter inside a forward or backward of its root, else the sharded one."""
@@ -229,8 +234,11 @@ def _parameter_property(name: str) -> property:
     def read(self: Any) -> torch.Tensor:
         slot = self._fsdp_slots[name]
         if torch.compiler.is_compiling():
-            marker = torch.ops.compile_fsdp.parameter
-            return cast(torch.Tensor, marker(slot.flat_leaf, slot.group_name, slot.index))
+            full = torch.ops.compile_fsdp.parameter(slot.flat_leaf, slot.group_name, slot.index)
+            if not slot.trainable and full.requires_grad:
+                # Never: the op knows. Dynamo guards on what the condition reads.
+                raise AssertionError(f"{name!r} is frozen and wants a gradient")
+            return cast(torch.Tensor, full)
         return cast(torch.Tensor, slot.read())
 
     read.__doc__ = f"Parameter {name!r}: full inside a forward or backward, sharded at rest."

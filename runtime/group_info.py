@@ -25,6 +25,7 @@ class GroupInfo:
         dtype: compute dtype of the gathered buffer.
         grad_comm_dtype: dtype in which gradients are reduced.
         requires_grad: False for a frozen group.
+        trainable: for each tensor whether it gets gradients; empty: all do as ``requires_grad``.
         mesh_shape: sizes of the data-parallel mesh axes, dp_outer first.
         gathers: False when parameters are replicated and unsharding moves nothing.
         finishes_later: the inner reduction leaves gradients partial over some axis; the last
@@ -44,6 +45,11 @@ class GroupInfo:
     grad_comm_dtype: torch.dtype = torch.float32
     gathers: bool = True
     finishes_later: bool = False
+    trainable: tuple[bool, ...] = ()
+
+    def is_trainable(self, index: int) -> bool:
+        """Whether tensor ``index`` gets gradients."""
+        return self.trainable[index] if self.trainable else self.requires_grad
 
     @property
     def full_bytes(self) -> int:

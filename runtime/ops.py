@@ -137,6 +137,9 @@ def _parameter_fake(shard: torch.Tensor, group: str, index: int) -> torch.Tensor
 
 def _parameter_setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     _, ctx.group, ctx.index = inputs
+    if not registry.lookup(ctx.group).info.is_trainable(ctx.index):
+        # Frozen among trainable ones: the flat shard alone would say that it wants a gradient.
+        ctx.mark_non_differentiable(output)
 
 
 def _parameter_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.dlpack import from_dlpack
 
-from .torch_internals import dtensor_parameter
+from .torch_internals import dtensor_over, dtensor_parameter
 
 if TYPE_CHECKING:
     from .parameter_group import FsdpParameterGroup
@@ -75,6 +76,26 @@ def bind_parameter(
     return FsdpParameter(fqns, sharded, unsharded)
 
 
+def rebind_sharded(parameter: FsdpParameter, shard: DTensor) -> None:
+    """Make the sharded form a Parameter over ``shard``, of any dtype; it stays the same object.
+
+    Raises:
+        RuntimeError: somebody holds a weak reference to it, or its autograd node.
+    """
+    sharded = parameter.sharded
+    replacement = dtensor_parameter(shard, requires_grad=sharded.requires_grad)
+    replacement.__dict__.update(sharded.__dict__)
+    try:
+        torch.utils.swap_tensors(sharded, replacement)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"parameter {parameter.fqns[0]!r} was frozen when fully_shard was called and is "
+            f"trainable now, so it must become {shard.dtype} with placements {shard.placements}, "
+            "but somebody holds a weak reference to it or uses it in a graph; make it trainable "
+            "before fully_shard, or before anything else refers to it"
+        ) from error
+
+
 def get_containing_parameter_group(parameter: torch.Tensor) -> FsdpParameterGroup | None:
     """The live group that ``parameter`` (its sharded or its unsharded form) belongs to."""
     reference = getattr(parameter, _CONTAINING_PARAMETER_GROUP_ATTR, None)
@@ -94,3 +115,16 @@ def sync_model_weights_from_main_weights(parameters: Sequence[torch.Tensor]) -> 
             groups[group] = None
     for group in groups:
         group.sync_model_weight_from_main_weight()
+
+
+def savable(shard: DTensor) -> DTensor:
+    """``shard``, or one that aliases it, that ``torch.save`` accepts.
+
+    torch takes a DTensor for one without memory of its own by its data pointer being 0, which it
+    is not where the local tensor starts inside a storage; so the local tensor gets a storage that
+    starts with it.
+    """
+    local = shard.to_local()
+    if local.storage_offset() == 0:
+        return shard
+    return dtensor_over(from_dlpack(local), shard._spec)

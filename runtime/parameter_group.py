@@ -11,13 +11,12 @@ it through the same few methods::
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement
-from torch.utils.dlpack import from_dlpack
 
 from .context import GroupContext
 from .dbuffer import DBuffer
@@ -25,17 +24,20 @@ from .group_arguments import mesh_device, owners_of, unique_parameters
 from .group_info import GroupInfo
 from .layout import make_layout
 from .main_gradient import MainGradient, pack_gradients
-from .mixed_precision import MixedPrecisionPolicy, ResolvedPrecision
+from .mixed_precision import MixedPrecisionPolicy
 from .parameter import (
     _CONTAINING_PARAMETER_GROUP_ATTR,
     FsdpParameter,
     bind_parameter,
     get_containing_parameter_group,
+    rebind_sharded,
+    savable,
     sync_model_weights_from_main_weights,
 )
 from .placement import ShardLayout, strictest_shard
 from .registry import registry
-from .torch_internals import dtensor_over, in_backward, will_accumulate
+from .torch_internals import in_backward, will_accumulate
+from .trainability import Trainability
 from .unsharding import Phase, Unsharding
 from .weights import GroupWeights, shard_count
 
@@ -55,6 +57,8 @@ ALIGNMENT_BYTES = 16
 
 class FsdpParameterGroup:
     """A set of parameters of one dtype and one ``requires_grad``, sharded as one buffer.
+
+    They may be frozen and made trainable later, each by itself (see `follow_requires_grad`).
 
     Args:
         owning_module: the FSDP module whose parameters these are; held weakly.
@@ -102,7 +106,6 @@ class FsdpParameterGroup:
         self.mesh = mesh
         self.device = mesh_device(mesh)
         self.grad_scale = grad_scale
-        self.requires_grad = first.requires_grad
         self.dtype = first.dtype
         self.grad_comm_dtype = precision.grad_comm_dtype
         self.label = ""
@@ -112,10 +115,8 @@ class FsdpParameterGroup:
         # may be followed by a step that nobody tells us of.
         self.syncs_with_optimizer = False
 
-        if not self.requires_grad:
-            # Nothing updates a frozen weight: its main weight is its model weight.
-            main_grad_placements = main_weight_placements = model_weight_placements
-            precision = precision.frozen(self.dtype)
+        # The layout serves frozen weights too: they may become trainable.
+        self._when_trainable = (main_grad_placements, main_weight_placements, precision)
         placements = (*model_weight_placements, *main_grad_placements, *main_weight_placements)
         self.layout = make_layout(
             [tuple(original.shape) for original in originals],
@@ -125,24 +126,23 @@ class FsdpParameterGroup:
             owners=owners_of(originals, placements, parameter_to_owner),
             alignment=max(1, ALIGNMENT_BYTES // precision.smallest_itemsize(self.dtype)),
         )
+        # Nothing updates a frozen weight: its main weight is its model weight.
+        frozen = not first.requires_grad
         self._weights = GroupWeights(
             [original.detach() for original in originals],
             mesh,
             self.layout,
             model_weight_placements,
-            main_weight_placements,
+            model_weight_placements if frozen else main_weight_placements,
             self.dtype,
-            precision.main_params_dtype,
+            self.dtype if frozen else precision.main_params_dtype,
             self.device,
         )
         self._unsharding = Unsharding(self._weights)
-        self.flat_leaf = nn.Parameter(self.model_weight.local, requires_grad=self.requires_grad)
+        self.flat_leaf = nn.Parameter(self.model_weight.local, requires_grad=first.requires_grad)
         self.parameters = self._bind_parameters(originals)
-        self._gradient = (
-            self._create_gradient(main_grad_placements, main_weight_placements, precision)
-            if self.requires_grad
-            else None
-        )
+        self._trainability = Trainability(self.parameters)
+        self._gradient = self._create_gradient() if self.requires_grad else None
 
     # Construction ------------------------------------------------------------------------------
 
@@ -164,12 +164,8 @@ class FsdpParameterGroup:
             self._weights.full.release_storage()
         return bound
 
-    def _create_gradient(
-        self,
-        grad_placements: Sequence[Placement],
-        main_placements: Sequence[Placement],
-        precision: ResolvedPrecision,
-    ) -> MainGradient:
+    def _create_gradient(self) -> MainGradient:
+        grad_placements, main_placements, precision = self._when_trainable
         sharded = [parameter.sharded for parameter in self.parameters]
         for parameter in sharded:
             parameter.grad_dtype = precision.main_grads_dtype
@@ -217,12 +213,12 @@ class FsdpParameterGroup:
 
         It has no storage while no parameter has a ``.grad``.
         """
-        return None if self._gradient is None else self._gradient.buffer
+        return self._gradient.buffer if self._gradient and self.requires_grad else None
 
     @property
     def pre_optimizer_main_grad(self) -> DBuffer | None:
         """The view of ``main_grad`` at the optimizer's placements; None when frozen."""
-        return None if self._gradient is None else self._gradient.finished
+        return self._gradient.finished if self._gradient and self.requires_grad else None
 
     @property
     def _fqns(self) -> list[str]:
@@ -276,11 +272,56 @@ class FsdpParameterGroup:
             local_numel=self.model_weight.local.numel(),
             dtype=self.dtype,
             requires_grad=self.requires_grad,
+            trainable=self.trainable,
             mesh_shape=tuple(self.mesh.shape),
             grad_comm_dtype=self.grad_comm_dtype,
             gathers=self._weights.gathers,
             finishes_later=self._gradient is not None and self._gradient.needs_outer,
         )
+
+    # Trainable or frozen -----------------------------------------------------------------------
+
+    @property
+    def trainable(self) -> tuple[bool, ...]:
+        """For each parameter whether it is trainable, as of the last `follow_requires_grad`."""
+        return self._trainability.flags
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether any parameter is trainable; a group without one has no gradient buffer."""
+        return any(self.trainable)
+
+    def follow_requires_grad(self) -> bool:
+        """Take over the ``requires_grad`` flags that the user has set on the sharded parameters.
+
+        Called before a forward, never within one. A group that becomes trainable gets a gradient
+        buffer and, where dtype or placements ask for it, a main weight of its own: the sharded
+        Parameter objects stay the same ones.
+
+        Returns:
+            Whether a flag has changed since the last call.
+
+        Raises:
+            RuntimeError: a sharded parameter cannot change its dtype or placements, because
+                somebody holds a weak reference to it.
+        """
+        if not self._trainability.has_changed():
+            return False
+        if self._gradient is None:
+            self._separate_main_weight()
+            self._gradient = self._create_gradient()
+        self._trainability.take_over(self.flat_leaf)
+        return True
+
+    def _separate_main_weight(self) -> None:
+        _, main_placements, precision = self._when_trainable
+        if self._weights.separate_main(main_placements, precision.main_params_dtype):
+            for index, parameter in enumerate(self.parameters):
+                rebind_sharded(parameter, self.main_weight.get_dtensor(index))
+
+    def when_trainable_changes(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` now and whenever `follow_requires_grad` finds a change."""
+        self._trainability.listen(listener)
 
     # Main weight -> model weight ---------------------------------------------------------------
 
@@ -337,24 +378,9 @@ class FsdpParameterGroup:
             self._unsharding.release(self.context.lanes.gather)
 
     def acquire(self, phase: Phase | None = None) -> None:
-        """Unshard, and hold: storage stays until as many `drop` calls.
-
-        Raises:
-            RuntimeError: a parameter of a frozen group has been made trainable since.
-        """
-        if not self.requires_grad:
-            self._check_still_frozen()
+        """Unshard, and hold: storage stays until as many `drop` calls."""
         self.unshard_parameters(phase)
         self._unsharding.holders += 1
-
-    def _check_still_frozen(self) -> None:
-        for parameter in self.parameters:
-            if parameter.sharded.requires_grad:
-                raise RuntimeError(
-                    f"parameter {parameter.fqns[0]!r} of {self.label!r} was frozen when "
-                    "fully_shard was called and has requires_grad=True now, but its group has no "
-                    "gradient buffer; set requires_grad before fully_shard"
-                )
 
     def drop(self) -> None:
         """Give one hold back; the last one releases the storage.
@@ -382,20 +408,21 @@ class FsdpParameterGroup:
         return self._unsharding.holders > 0
 
     def shard_for_saving(self, index: int) -> DTensor:
-        """This rank's shard of main weight ``index``, aliasing it, that ``torch.save`` accepts.
-
-        torch takes a DTensor for one without memory of its own by its data pointer being 0, which
-        it is not where the local tensor starts inside a storage; so the local tensor gets a storage
-        that starts with it.
-        """
-        shard = self.main_weight.get_dtensor(index)
-        local = shard.to_local()
-        if local.storage_offset() == 0:
-            return shard
-        return dtensor_over(from_dlpack(local), shard._spec)
+        """This rank's shard of main weight ``index``, for ``torch.save`` (see `savable`)."""
+        return savable(self.main_weight.get_dtensor(index))
 
     def copy_full_parameter(self, index: int) -> torch.Tensor:
-        """A copy of full parameter ``index``: gather, copy, release. The marker's slow path."""
+        """A copy of full parameter ``index``: gather, copy, release. The marker's slow path.
+
+        Raises:
+            RuntimeError: the parameter has been made trainable, which this graph does not know.
+        """
+        if not in_backward() and self.follow_requires_grad() and self.trainable[index]:
+            raise RuntimeError(
+                f"parameter {self._fqns[index]!r} was made trainable after its model was compiled "
+                'by another backend than "compile_fsdp", which cannot take that in within a call; '
+                'call the model again (it is compiled anew), or use backend="compile_fsdp"'
+            )
         self.context.lanes.gather.wait_current()
         self.acquire()
         try:

@@ -14,10 +14,15 @@ from .group_info import GroupInfo
 
 
 class RegisteredGroup(Protocol):
-    """What the ops' fakes and the passes need from a group."""
+    """What the ops' fakes, the passes and the backend need from a group."""
 
     @property
     def info(self) -> GroupInfo: ...
+
+    @property
+    def trainable(self) -> tuple[bool, ...]: ...
+
+    def follow_requires_grad(self) -> bool: ...
 
 
 class GroupRegistry:

@@ -86,6 +86,20 @@ class GroupWeights:
         local = from_dlpack(self.model.local)
         return DBuffer.from_local(local, mesh, replicated, shapes, layout=layout)
 
+    def separate_main(self, placements: Sequence[Placement], dtype: torch.dtype) -> bool:
+        """Give frozen weights the main weight of trainable ones, with the model weight's values.
+
+        Returns:
+            Whether ``main`` is another buffer now.
+        """
+        self.post_optimizer = self.model.view(placements)
+        before = self.main
+        if dtype != self.model.dtype:
+            self.main = self.post_optimizer.cast(dtype)
+        elif self.post_optimizer.placements != self.model.placements:
+            self.main = self.post_optimizer
+        return self.main is not before
+
     def follow_main(self) -> None:
         """Write the main weight into its part of the model weight.
 

@@ -121,19 +121,6 @@ def test_a_fully_frozen_model_has_no_gradient_and_stays_sharded() -> None:
 
 
 @distributed(2)
-def test_freezing_later_stops_gradients_and_unfreezing_later_is_refused() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False))
-    fully_shard(model, cpu_mesh())
-    model[0]._parameters["bias"].requires_grad_(False)
-    model(torch.randn(2, 4)).sum().backward()
-    assert model[0]._parameters["weight"].grad is not None
-    assert model[0]._parameters["bias"].grad is None
-    model[1]._parameters["weight"].requires_grad_(True)
-    with pytest.raises(RuntimeError, match=r"'1\.weight' of 'root\[1\]' was frozen when"):
-        model(torch.randn(2, 4))
-
-
-@distributed(2)
 def test_a_sharded_module_is_not_copied_by_accident() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     fully_shard(model, cpu_mesh())
