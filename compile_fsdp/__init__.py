@@ -7,6 +7,8 @@ and train as usual; without ``torch.compile`` the same runtime is driven by modu
 import compile_fsdp.runtime.ops  # noqa: F401  (registers torch.ops.compile_fsdp)
 
 from .checkpoint import PendingSave, async_save_checkpoint, load_checkpoint, save_checkpoint
+from .checkpoint_export import export_safetensors
+from .checkpoint_import import import_safetensors
 from .fully_shard import fully_shard, microbatch
 from .module import FsdpModule
 from .optimizer import fully_shard_optimizer
@@ -35,8 +37,10 @@ __all__ = [
     "ShardLayout",
     "TensorAtomic",
     "async_save_checkpoint",
+    "export_safetensors",
     "fully_shard",
     "fully_shard_optimizer",
+    "import_safetensors",
     "load_checkpoint",
     "microbatch",
     "save_checkpoint",

@@ -22,12 +22,16 @@ import os
 import re
 import secrets
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 METADATA = ".metadata"
 """The file that DCP writes last; a folder without it is no checkpoint."""
 
-_DATA_SUFFIX = ".distcp"
+
+def is_dcp_file(name: str) -> bool:
+    """Whether DCP wrote the file ``name``."""
+    return name == METADATA or name.endswith(".distcp")
 
 
 class CheckpointFolder:
@@ -36,15 +40,25 @@ class CheckpointFolder:
     Args:
         path: where the checkpoint is, or will be. Links are followed, so that a link to a
             checkpoint stays a link.
+        is_part: tells by its name whether a file is part of a checkpoint. Others are kept.
+        markers: files of which a complete checkpoint has one.
 
     Raises:
         TypeError: ``path`` is no path.
         ValueError: ``path`` is the root of a file system or is a file.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        is_part: Callable[[str], bool] = is_dcp_file,
+        markers: tuple[str, ...] = (METADATA,),
+    ) -> None:
         if not isinstance(path, str | os.PathLike):
             raise TypeError(f"a checkpoint's dir must be a path, got {type(path).__name__}")
+        self._is_part = is_part
+        self._markers = markers
         self.path = Path(os.path.realpath(path))
         if not self.path.name:
             raise ValueError(f"{self.path} cannot hold a checkpoint itself; name a folder in it")
@@ -141,21 +155,24 @@ class CheckpointFolder:
             return None
         replaced = self._siblings("replaced")
         for token, scratch in self._siblings("saving").items():
-            if token in replaced and (scratch / METADATA).is_file():
+            is_complete = any((scratch / marker).is_file() for marker in self._markers)
+            if token in replaced and is_complete:
                 return scratch
         return None
 
     def _carry_over(self, scratch: Path) -> None:
-        def checkpoint_files(folder: str, names: list[str]) -> set[str]:
+        new = {entry.name for entry in scratch.iterdir()}
+
+        def not_kept(folder: str, names: list[str]) -> set[str]:
             if folder != str(self.path):
                 return set()
-            return {name for name in names if name == METADATA or name.endswith(_DATA_SUFFIX)}
+            return {name for name in names if name in new or self._is_part(name)}
 
         shutil.copytree(
             str(self.path),
             scratch,
             symlinks=True,
-            ignore=checkpoint_files,
+            ignore=not_kept,
             copy_function=_link_or_copy,
             dirs_exist_ok=True,
         )

@@ -256,7 +256,7 @@ class LoadEntries(DefaultLoadPlanner):
         """Where in a piece the data goes."""
         entry = self._entries[read_item.dest_index.fqn]
         assert isinstance(entry, Piece)
-        return _narrow(entry.local, read_item.dest_offsets, read_item.lengths)
+        return narrowed(entry.local, read_item.dest_offsets, read_item.lengths)
 
 
 def _read_value(key: str) -> ReadItem:
@@ -264,7 +264,8 @@ def _read_value(key: str) -> ReadItem:
     return ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
 
 
-def _narrow(tensor: torch.Tensor, offsets: Iterable[int], lengths: Iterable[int]) -> torch.Tensor:
+def narrowed(tensor: torch.Tensor, offsets: Iterable[int], lengths: Iterable[int]) -> torch.Tensor:
+    """The part of ``tensor`` that begins at ``offsets`` and has ``lengths``; a view."""
     for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
         tensor = tensor.narrow(dim, offset, length)
     return tensor
@@ -298,7 +299,7 @@ class CheckedReader(FileSystemReader):
                     continue
                 saved: torch.Tensor = torch.load(raw, map_location="cpu", weights_only=True)
                 target = planner.resolve_tensor(item)
-                target.copy_(_narrow(saved, item.storage_offsets, item.lengths))
+                target.copy_(narrowed(saved, item.storage_offsets, item.lengths))
                 planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -108,6 +109,19 @@ class Ranks:
         given = list(values) if self.rank == 0 else None
         dist.scatter_object_list(own, given, src=0, group=self._group)
         return cast(T, own[0])
+
+    def send_to_first(self, tensor: torch.Tensor) -> None:
+        """Send ``tensor``, contiguous, in host memory and not empty, to rank 0, which awaits it."""
+        dist.send(_bytes_of(tensor), dst=0, group=self._group)
+
+    def receive_from(self, rank: int, tensor: torch.Tensor) -> None:
+        """On rank 0: receive into ``tensor``, contiguous, what ``rank`` sends."""
+        dist.recv(_bytes_of(tensor), src=rank, group=self._group)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous ``tensor``; gloo does not know every dtype."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 @contextmanager

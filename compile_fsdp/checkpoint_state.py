@@ -12,6 +12,7 @@ read into them and allocates, `commit` writes.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -84,9 +85,25 @@ class ModelState:
                 )
         self.locator = Locator(self._tensors.values())
 
+    @property
+    def extra_names(self) -> list[str]:
+        """Names of extra states."""
+        return list(self._extra)
+
+    def pieces(self) -> dict[str, Piece]:
+        """This rank's part of every parameter and buffer, aliasing the model's memory."""
+        return {name: self.locator.piece_of(tensor) for name, tensor in self._tensors.items()}
+
+    def names_by_tensor(self) -> list[list[str]]:
+        """The names of each parameter and buffer: several where it is tied."""
+        names: dict[int, list[str]] = {}
+        for name, tensor in self._tensors.items():
+            names.setdefault(id(tensor), []).append(name)
+        return list(names.values())
+
     def entries(self) -> dict[str, Piece | Value]:
         """What to save, aliasing the model's memory."""
-        pieces = {name: self.locator.piece_of(tensor) for name, tensor in self._tensors.items()}
+        pieces = self.pieces()
         return {**pieces, **{name: Value(value) for name, (_, value) in self._extra.items()}}
 
     def plan(self, metadata: Metadata) -> dict[str, Piece | Value]:
@@ -111,11 +128,28 @@ class ModelState:
                     f"the checkpoint is of another model: expected no {key!r}, which the model "
                     "does not have, found it; build the model that was saved"
                 )
+        self.check_at_rest()
         for name, tensor in self._tensors.items():
-            _check_at_rest(name, tensor)
             self._loaded[name] = _temporary(self.locator.piece_of(tensor), saved[name], name)
         self._loaded_extra = {name: Value(None) for name in self._extra}
         return {**self._loaded, **self._loaded_extra}
+
+    def take(self, loaded: Mapping[str, Piece]) -> None:
+        """Have ``loaded`` written by `commit`: of each tensor one of its names at least."""
+        self._loaded = dict(loaded)
+        for names in self.names_by_tensor():
+            first = next(name for name in names if name in loaded)
+            self._loaded.update({name: loaded[first] for name in names if name not in loaded})
+
+    def check_at_rest(self) -> None:
+        """Raise if a tensor cannot be written now.
+
+        Raises:
+            ValueError: it has no memory.
+            RuntimeError: it is in use.
+        """
+        for name, tensor in self._tensors.items():
+            _check_at_rest(name, tensor)
 
     def prepare(self) -> None:
         """Check what was read.
