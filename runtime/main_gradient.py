@@ -176,7 +176,7 @@ class MainGradient:
         finished, carry = self.finished, self._carry
         # Kept until the next contribution: it is compute's memory, and the lane still reads it.
         self._carry_in_use, self._carry = carry, None
-        redistribute_stepwise(self.buffer, finished, lane, label=label)
+        reduce_in_place(self.buffer, finished, lane, label=label)
         if carry is not None:
             kept = carry
 
@@ -225,30 +225,6 @@ def pack_gradients(
     zero_each([target for index, target in enumerate(targets) if index not in gradients])
 
 
-def redistribute_stepwise(
-    source: DBuffer, target: DBuffer, lane: Lane, *, depends: bool = False, label: str = ""
-) -> None:
-    """Redistribute ``source`` into ``target``, one axis at a time, outer axes first.
-
-    Outer first because a segment is cut by dp_inner first and by dp_outer second: undoing the
-    outer cut yields whole dp_inner segments. ``depends``: something still on the lane writes
-    ``source``.
-    """
-    axes = [
-        axis
-        for axis, (old, new) in enumerate(zip(source.placements, target.placements, strict=True))
-        if old != new
-    ]
-    current = source
-    for axis in axes:
-        placements = list(current.placements)
-        placements[axis] = target.placements[axis]
-        out = target if axis == axes[-1] else None
-        current = current.redistribute(
-            placements, out=out, lane=lane, depends=depends or axis != axes[0], label=label
-        )
-
-
 def reduce_to(
     partial: DBuffer, placements: Sequence[Placement], lane: Lane, *, label: str = ""
 ) -> DBuffer:
@@ -262,3 +238,30 @@ def reduce_to(
                 step, lane=lane, depends=current is not partial, label=label
             )
     return current
+
+
+def reduce_in_place(source: DBuffer, target: DBuffer, lane: Lane, *, label: str = "") -> None:
+    """Reduce ``source`` over every axis that ``target`` does not leave partial, inner first.
+
+    ``target`` is a part of ``source``, or all of it; what lies between is as well, so nothing is
+    allocated and ``source`` has no value afterwards. Inner first because a segment is cut by
+    dp_inner first: the outer axis then works on one inner segment only.
+    """
+    axes = [
+        axis
+        for axis, (old, new) in enumerate(zip(source.placements, target.placements, strict=True))
+        if old != new
+    ]
+    current = source
+    for axis in reversed(axes):
+        placements = list(current.placements)
+        placements[axis] = target.placements[axis]
+        if axis == axes[0]:
+            out = target
+        elif isinstance(placements[axis], Shard):
+            out = current.view(placements)
+        else:
+            out = current.like(placements, current.local)
+        current = current.redistribute(
+            placements, out=out, lane=lane, depends=current is not source, label=label
+        )

@@ -24,7 +24,6 @@ from torch.utils.dlpack import from_dlpack
 
 from .dbuffer import DBuffer
 from .layout import GlobalLayout
-from .main_gradient import redistribute_stepwise
 from .streams import Lane
 
 
@@ -115,7 +114,7 @@ class GroupWeights:
         if not self._redistribution_due:
             return False
         lane.wait_current()
-        redistribute_stepwise(self.post_optimizer, self.model, lane, label=label)
+        widen(self.post_optimizer, self.model, lane, label=label)
         self._redistribution_due = False
         return True
 
@@ -126,13 +125,37 @@ class GroupWeights:
         """
         with lane.allocating():
             self.full.reallocate_storage()
-        redistribute_stepwise(self.model, self.full, lane, depends=depends, label=label)
+        widen(self.model, self.full, lane, depends=depends, label=label)
 
     def release(self, lane: Lane) -> None:
         """Take the memory of ``full`` away, after what compute has issued so far."""
         lane.wait_current()
         with lane.allocating():
             self.full.release_storage()
+
+
+def widen(
+    source: DBuffer, target: DBuffer, lane: Lane, *, depends: bool = False, label: str = ""
+) -> None:
+    """Gather ``source`` into ``target``, one axis at a time, outer axes first.
+
+    Outer first because a segment is cut by dp_inner first and by dp_outer second: undoing the
+    outer cut yields a whole dp_inner segment, which is gathered at its place in ``target``.
+    ``depends``: something still on the lane writes ``source``.
+    """
+    axes = [
+        axis
+        for axis, (old, new) in enumerate(zip(source.placements, target.placements, strict=True))
+        if old != new
+    ]
+    current = source
+    for axis in axes:
+        placements = list(current.placements)
+        placements[axis] = target.placements[axis]
+        out = target if axis == axes[-1] else target.view(placements)
+        current = current.redistribute(
+            placements, out=out, lane=lane, depends=depends or current is not source, label=label
+        )
 
 
 def shard_count(mesh: DeviceMesh, placements: Sequence[Placement]) -> int:

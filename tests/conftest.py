@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -20,6 +22,9 @@ import torch
 
 from tests.distributed import shut_down
 
+if TYPE_CHECKING:
+    from tests.modes import Mode
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _session() -> Iterator[None]:
@@ -31,3 +36,59 @@ def _session() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(1234)
+
+
+class ModeReport:
+    """A table of the placement modes that tests have found right, printed after the last test."""
+
+    HEADER = ("mode", "P G O", "mesh", "layout", "driver", "difference", "graphs")
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[str, ...]] = []
+
+    def add(
+        self,
+        mode: Mode,
+        shape: tuple[int, ...],
+        layout: str,
+        driver: str,
+        difference: float,
+        compilations: int,
+    ) -> None:
+        """Note one run. ``difference``: from one process, relative to the largest value."""
+        mesh = " x ".join(map(str, shape))
+        numbers = (f"{difference:.0e}", str(compilations or "-"))
+        traffic = [self._counted(each) for each in (mode.first, mode.middle, mode.last)]
+        self._rows.append((mode.name, mode.placements, mesh, layout, driver, *numbers, *traffic))
+
+    @staticmethod
+    def _counted(kinds: str) -> str:
+        """ "AG AG RS" as "2 AG 1 RS"."""
+        return " ".join(f"{n} {kind}" for kind, n in Counter(kinds.split()).items()) or "-"
+
+    def lines(self) -> list[str]:
+        """The table; nothing when no mode was tested."""
+        if not self._rows:
+            return []
+        rows = [(*self.HEADER, "first microbatch", "middle", "last"), *self._rows]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+_MODE_REPORT = pytest.StashKey[ModeReport]()
+
+
+@pytest.fixture
+def mode_report(request: pytest.FixtureRequest) -> ModeReport:
+    """Where a test of a placement mode notes what it found."""
+    return request.config.stash.setdefault(_MODE_REPORT, ModeReport())
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    lines = config.stash.setdefault(_MODE_REPORT, ModeReport()).lines()
+    if lines:
+        terminalreporter.section("placement modes")
+        for line in lines:
+            terminalreporter.write_line(line)

@@ -1,150 +1,137 @@
-"""Every row of the placement table, and every layout: the same numbers, the promised traffic."""
+"""Every row of the placement table, and every layout: the same numbers, the promised traffic.
+
+``python -m pytest tests -k modes -q`` ends with a table of what was checked.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections import Counter
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Partial, Replicate
+from torch import nn
+from torch.distributed.tensor import Shard
 
-from compile_fsdp import (
-    BlockAtomic,
-    Placements,
-    ShardLayout,
-    TensorAtomic,
-    fully_shard,
-    fully_shard_optimizer,
-    microbatch,
-)
+from compile_fsdp import Placements, ShardLayout, fully_shard
 from compile_fsdp.runtime import collectives
-from tests.distributed import distributed
+from tests.conftest import ModeReport
+from tests.distributed import distributed, run
 from tests.models import LanguageModel, language_batches
-from tests.training import adamw, assert_gradients_close, drive, full, local_batch
+from tests.modes import (
+    INNER_ONLY,
+    LAYOUTS,
+    ONE_AXIS,
+    OTHER_COMBINATIONS,
+    OUTER_ONLY,
+    TWO_AXES,
+    Mode,
+    check_mode,
+    mesh_of,
+    shard_model,
+    train,
+)
+from tests.training import (
+    TOLERANCE,
+    assert_gradients_close,
+    drive,
+    full,
+    local_batch,
+)
 
-MICROBATCHES = 2
+BOTH, EAGER = ("eager", "aot_eager"), ("eager",)
 
-ONE_AXIS, TWO_AXES = (2,), (2, 2)
-MODES = {
-    "ddp": (ONE_AXIS, {}, {"all_reduce": 1}),
-    "zero1": (ONE_AXIS, {"all_gather": 1}, {"reduce_scatter": 1}),
-    "zero2": (ONE_AXIS, {"all_gather": 1, "reduce_scatter": 1}, {"reduce_scatter": 1}),
-    "zero3": (
-        ONE_AXIS,
-        {"all_gather": 2, "reduce_scatter": 1},
-        {"all_gather": 2, "reduce_scatter": 1},
-    ),
-    "hsdp": (
-        TWO_AXES,
-        {"all_gather": 2, "reduce_scatter": 1},
-        {"all_gather": 2, "reduce_scatter": 1, "all_reduce": 1},
-    ),
-    "hfsdp": (
-        TWO_AXES,
-        {"all_gather": 3, "reduce_scatter": 1},
-        {"all_gather": 2, "reduce_scatter": 2},
-    ),
-}
-
-
-def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
-    names = ("dp_outer", "dp_inner")[-len(shape) :]
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+Case = tuple[Mode, tuple[int, ...], str, tuple[str, ...]]
 
 
-def shard(model: LanguageModel, placements: Placements, mesh: DeviceMesh, **options: Any) -> None:
-    for block in model.blocks:
-        fully_shard(block, mesh, placements, **options)
-    fully_shard(model, mesh, placements, **options)
+def cases() -> list[Case]:
+    """Every row on its mesh in both drivers; other meshes and layouts mostly in eager."""
+    chosen: list[Case] = []
+    chosen += [(mode, (4,), "padded", BOTH) for mode in ONE_AXIS]
+    chosen += [(mode, (2, 2), "padded", BOTH) for mode in TWO_AXES]
+    chosen += [(mode, (2, 2), "padded", EAGER) for mode in OTHER_COMBINATIONS]
+    for modes, shape in ((OUTER_ONLY, (2, 1)), (INNER_ONLY, (1, 2))):
+        chosen += [
+            (mode, shape, "padded", BOTH if mode.name == "HFSDP" else EAGER) for mode in modes
+        ]
+    for layout in list(LAYOUTS)[1:]:
+        for mode in ONE_AXIS[1:]:
+            chosen.append((mode, (2,), layout, BOTH if mode.name == "ZeRO-3" else EAGER))
+    for layout in ("packed", "packed blocks of 4"):
+        chosen += [(mode, (2, 2), layout, EAGER) for mode in TWO_AXES[3:]]
+    return chosen
 
 
-def train_microbatches(model: Any, call: Any, steps: list, is_sharded: bool) -> list[Counter]:
-    """Two microbatches a step; returns the collectives of ``blocks.0`` by microbatch."""
-    optimizer = adamw(model)
-    if is_sharded:
-        fully_shard_optimizer(optimizer)
-    counts = []
-    for step in steps:
-        for number, batch in enumerate(step):
-            if not is_sharded:
-                call(*batch).backward()
-                continue
-            with collectives.recorded() as records, microbatch(model, number == len(step) - 1):
-                call(*local_batch(batch)).backward()
-            counts.append(Counter(r.kind for r in records if r.label == "blocks.0"))
-        optimizer.step()
-        optimizer.zero_grad()
-    return counts
+def name_of(case: Case) -> str:
+    mode, shape, layout, _ = case
+    return "-".join((mode.name, mode.placements, "x".join(map(str, shape)), layout))
 
 
-@pytest.mark.parametrize("driver", ["eager", "aot_eager"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", cases(), ids=name_of)
+def test_mode(case: Case, mode_report: ModeReport) -> None:
+    mode, shape, layout, drivers = case
+    ranks = torch.Size(shape).numel()
+    found = run(ranks, check_mode, mode, shape, layout, drivers)[0]
+    for driver, difference, compilations in found:
+        mode_report.add(mode, shape, layout, driver, difference, compilations)
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp"])
 @distributed(4)
-def test_mode(mode: str, driver: str) -> None:
-    shape, first, last = MODES[mode]
-    shape = (*shape[:-1], 4 // shape[0]) if len(shape) == 2 else (4,)
+def test_named_placements_are_the_rows(name: str) -> None:
+    """``Placements.ddp(mesh)`` and its like are what the rows above are made of."""
+    rows = TWO_AXES[4:] if name.startswith("h") else ONE_AXIS
+    mesh = mesh_of((2, 2) if name.startswith("h") else (4,))
+    (row,) = [each for each in rows if each.name.replace("-", "").lower() == name]
+    assert getattr(Placements, name)(mesh) == row.on(mesh, Shard(0))
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+@distributed(4)
+def test_packed_moves_no_padding(shape: tuple[int, ...]) -> None:
+    """Rows of 12 and 20 elements do not go together: padded segments are larger than an equal
+    share, packed ones are not, and differ."""
     mesh = mesh_of(shape)
-    steps = [language_batches(MICROBATCHES, 4) for _ in range(3)]
-    model = LanguageModel()
-    sharded = copy.deepcopy(model)
-    shard(sharded, getattr(Placements, mode)(mesh), mesh)
-    counts = train_microbatches(sharded, drive(sharded, driver), steps, is_sharded=True)
-    train_microbatches(model, model, steps, is_sharded=False)
-    for found, expected in zip(sharded.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(full(found), expected.detach(), rtol=1e-4, atol=2e-6)
-    assert [dict(count) for count in counts[MICROBATCHES:]] == [first, last] * 2, counts
+    zero3 = (ONE_AXIS if len(shape) == 1 else TWO_AXES)[3]
+    module = nn.Sequential(nn.Linear(12, 20), nn.Linear(20, 28))
+    payload = sum(parameter.numel() for parameter in module.parameters())
+    kinds, moved = ("all_gather", "reduce_scatter"), {}
+    for layout in ShardLayout:
+        sharded = copy.deepcopy(module)
+        fully_shard(sharded, mesh, zero3.on(mesh, Shard(0)), shard_layout=layout)
+        with collectives.recorded() as records:
+            sharded(torch.randn(2, 12)).sum().backward()
+        moved[layout] = {kind: max(r.bytes for r in records if r.kind == kind) for kind in kinds}
+        (group,) = sharded.fsdp_parameter_groups
+        sizes = {stop - start for start, stop in map(group.layout.segment, range(4))}
+        assert (len(sizes) == 1) == (layout is ShardLayout.PADDED)
+    assert moved[ShardLayout.PACKED] == dict.fromkeys(kinds, 4 * payload)
+    assert min(moved[ShardLayout.PADDED].values()) > 4 * payload
 
 
-LAYOUTS = {
-    "packed": {"shard_layout": ShardLayout.PACKED},
-    "blocks of 4 rows": {"placement": BlockAtomic(4)},
-    "packed blocks of 4 rows": {
-        "placement": BlockAtomic(4),
-        "shard_layout": ShardLayout.PACKED,
-    },
-    "whole tensors": {"placement": TensorAtomic()},
-}
+PARTIAL = (*ONE_AXIS[:2], *TWO_AXES[:2], *TWO_AXES[4:])
 
 
-@pytest.mark.parametrize("driver", ["eager", "aot_eager"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@distributed(2)
-def test_layout(layout: str, driver: str) -> None:
-    options = dict(LAYOUTS[layout])
-    placement = options.pop("placement", None)
-    mesh = mesh_of((2,))
-    placements = Placements(("dp_inner",), *[(placement,)] * 3) if placement else None
-    model = LanguageModel()
-    sharded = copy.deepcopy(model)
-    if isinstance(placement, TensorAtomic):
-        parameters = list(sharded.parameters())
-        options["parameter_to_owner"] = {each: i % 2 for i, each in enumerate(parameters)}
-    shard(sharded, placements, mesh, **options)
-    steps = [language_batches(1, 2) for _ in range(3)]
-    train_microbatches(sharded, drive(sharded, driver), steps, is_sharded=True)
-    train_microbatches(model, model, steps, is_sharded=False)
-    for found, expected in zip(sharded.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(full(found), expected.detach(), rtol=1e-4, atol=2e-6)
-
-
-@pytest.mark.parametrize("mode", ["ddp", "zero1"])
-@distributed(2)
-def test_backwards_without_microbatch_lose_nothing(mode: str) -> None:
+@pytest.mark.parametrize(
+    ("driver", "mode"),
+    [*(("eager", mode) for mode in PARTIAL), *(("aot_eager", mode) for mode in PARTIAL[1::4])],
+    ids=lambda each: each if isinstance(each, str) else f"{each.name}-{each.placements}",
+)
+def test_backwards_without_microbatch_lose_nothing(driver: str, mode: Mode) -> None:
     """Several backwards under a partial gradient placement, each taken for the last."""
-    mesh = mesh_of((2,))
+    shape = (2,) if len(mode.placements) == 5 else (2, 2)
+    run(torch.Size(shape).numel(), accumulate_without_microbatch, driver, mode, shape)
+
+
+def accumulate_without_microbatch(driver: str, mode: Mode, shape: tuple[int, ...]) -> None:
+    mesh = mesh_of(shape)
     model = LanguageModel()
     sharded = copy.deepcopy(model)
-    shard(sharded, getattr(Placements, mode)(mesh), mesh)
-    for batch in language_batches(3, 2):
-        sharded(*local_batch(batch)).backward()
+    shard_model(sharded, mode.on(mesh, Shard(0)), mesh)
+    call = drive(sharded, driver)
+    for batch in language_batches(3, 4):
+        call(*local_batch(batch)).backward()
         model(*batch).backward()
-    for found, expected in zip(sharded.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(full(found.grad), expected.grad)
-    assert dist.get_world_size() == 2
+    assert_gradients_close(sharded, model)
 
 
 @pytest.mark.parametrize("mode", ["ddp", "zero1"])
@@ -154,7 +141,7 @@ def test_a_dropped_gradient_does_not_come_back(mode: str) -> None:
     mesh = mesh_of((2,))
     model = LanguageModel()
     sharded = copy.deepcopy(model)
-    shard(sharded, getattr(Placements, mode)(mesh), mesh)
+    shard_model(sharded, getattr(Placements, mode)(mesh), mesh)
     for batch in language_batches(2, 2):
         for each in (sharded, model):
             each.embedding._parameters["weight"].grad = None
@@ -169,19 +156,13 @@ def test_zero1_with_one_block_compiled_below_an_eager_root() -> None:
     mesh = mesh_of((2,))
     model = LanguageModel()
     sharded = copy.deepcopy(model)
-    shard(sharded, Placements.zero1(mesh), mesh)
+    shard_model(sharded, Placements.zero1(mesh), mesh)
     sharded.blocks[0].compile(backend="compile_fsdp", options={"inner": "aot_eager"})
-    steps = [language_batches(1, 2) for _ in range(3)]
-    train_microbatches(sharded, sharded, steps, is_sharded=True)
-    train_microbatches(model, model, steps, is_sharded=False)
+    train(sharded, "eager")
+    train(model, None)
     for found, expected in zip(sharded.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(full(found), expected.detach(), rtol=1e-4, atol=2e-6)
-    sharded(*local_batch(steps[0][0])).backward()
+        torch.testing.assert_close(full(found), expected.detach(), **TOLERANCE)
+    (batch,) = language_batches(1, 2)
+    sharded(*local_batch(batch)).backward()
     for name, parameter in sharded.named_parameters():
         assert parameter.grad.placements == parameter.placements, name
-
-
-@distributed(2)
-def test_illegal_placements_are_refused_by_axis() -> None:
-    with pytest.raises(ValueError, match=r"'dp_inner' is R but the parameter placement"):
-        Placements(("dp_inner",), (TensorAtomic(),), (Partial("avg"),), (Replicate(),))
