@@ -112,13 +112,15 @@ def load_checkpoint(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     dir: str | os.PathLike[str],
+    *,
+    convert_dtypes: bool = False,
 ) -> None:
     """Load what `save_checkpoint` wrote, in place, whatever the numbers of ranks and the meshes.
 
     Every rank of the default process group calls this with the same arguments, between steps.
-    Values come back bit for bit (converted where the model has another dtype). If anything is
-    wrong on any rank, all ranks raise and model and optimizer are as they were. The whole of
-    what a rank loads is in host memory once, besides its place on the device.
+    Values come back bit for bit. If anything is wrong on any rank, all ranks raise and model and
+    optimizer are as they were. The whole of what a rank loads is in host memory once, besides its
+    place on the device.
 
     An optimizer gets state, step counts and options (learning rates and so on) back, also if it
     never stepped; it keeps its own choice of implementation (``foreach``, ``fused``,
@@ -129,16 +131,21 @@ def load_checkpoint(
         optimizer: of the kind that was saved, over the same parameters; None leaves the
             checkpoint's optimizer state alone.
         dir: the folder.
+        convert_dtypes: convert parameters, buffers and optimizer state where the model has
+            another dtype than the checkpoint, which is an error otherwise.
 
     Raises:
         TypeError: an argument has the wrong type.
         FileNotFoundError: ``dir`` does not exist or holds no checkpoint.
-        ValueError: the checkpoint is of another model or optimizer, or has no optimizer state.
+        ValueError: the checkpoint is of another model, dtype or optimizer, or has no optimizer
+            state.
         RuntimeError: files are missing or damaged, or the model is in the middle of a step.
     """
     background.wait()
     ranks = Ranks()
-    load = ranks.together(lambda: _plan_load(model, optimizer, dir, is_first=ranks.rank == 0))
+    load = ranks.together(
+        lambda: _plan_load(model, optimizer, dir, convert_dtypes, is_first=ranks.rank == 0)
+    )
     ranks.agree({"dir": str(load.folder)})
     with explained(f"load_checkpoint: {load.folder} could not be read, nothing was loaded"):
         with _quiet():
@@ -207,6 +214,7 @@ def _plan_load(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     dir: str | os.PathLike[str],
+    convert_dtypes: bool,
     *,
     is_first: bool,
 ) -> _Load:
@@ -214,7 +222,7 @@ def _plan_load(
     folder = CheckpointFolder(dir).readable()
     metadata = read_metadata(folder)
     model_state = ModelState(model)
-    entries = model_state.plan(metadata)
+    entries = model_state.plan(metadata, convert_dtypes=convert_dtypes)
     if is_first:
         check_sizes(folder, metadata)
     optimizer_state = None

@@ -106,11 +106,12 @@ class ModelState:
         pieces = self.pieces()
         return {**pieces, **{name: Value(value) for name, (_, value) in self._extra.items()}}
 
-    def plan(self, metadata: Metadata) -> dict[str, Piece | Value]:
+    def plan(self, metadata: Metadata, *, convert_dtypes: bool) -> dict[str, Piece | Value]:
         """What to read.
 
         Raises:
-            ValueError: the checkpoint is of another model.
+            ValueError: the checkpoint is of another model, or has another dtype and
+                ``convert_dtypes`` is False.
             RuntimeError: the model is in use.
         """
         saved = metadata.state_dict_metadata
@@ -130,7 +131,9 @@ class ModelState:
                 )
         self.check_at_rest()
         for name, tensor in self._tensors.items():
-            self._loaded[name] = _temporary(self.locator.piece_of(tensor), saved[name], name)
+            self._loaded[name] = _temporary(
+                self.locator.piece_of(tensor), saved[name], name, convert_dtypes
+            )
         self._loaded_extra = {name: Value(None) for name in self._extra}
         return {**self._loaded, **self._loaded_extra}
 
@@ -192,13 +195,19 @@ def _check_at_rest(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def _temporary(target: Piece, saved: object, name: str) -> Piece:
+def _temporary(target: Piece, saved: object, name: str, convert_dtypes: bool) -> Piece:
     """A piece in host memory, in the checkpoint's dtype, for what belongs into ``target``."""
     found = tuple(saved.size) if isinstance(saved, TensorStorageMetadata) else "no tensor"
     if not isinstance(saved, TensorStorageMetadata) or found != target.shape:
         raise ValueError(
             f"the checkpoint is of another model: expected {name!r} of shape {target.shape}, "
             f"found {found}; build the model that was saved"
+        )
+    if saved.properties.dtype != target.local.dtype and not convert_dtypes:
+        raise ValueError(
+            f"the checkpoint has another dtype: expected {name!r} in {target.local.dtype}, found "
+            f"{saved.properties.dtype}; build the model that was saved, or pass "
+            "convert_dtypes=True to have values converted"
         )
     with torch.inference_mode(False):
         local = torch.empty(target.local.shape, dtype=saved.properties.dtype)

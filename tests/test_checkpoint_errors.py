@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from compile_fsdp import fully_shard, load_checkpoint, save_checkpoint
+from compile_fsdp import MixedPrecisionPolicy, fully_shard, load_checkpoint, save_checkpoint
 from compile_fsdp.checkpoint_planner import Locator
 from tests.checkpointing import Zoo, adamw, assert_equal, shard, take_steps, values_of, zoo
 from tests.distributed import distributed, run
@@ -244,6 +244,53 @@ def test_a_model_in_use(tmp_path: Path) -> None:
     save_checkpoint(model, None, model.folder)
     with pytest.raises(RuntimeError, match="'weight' is in use: expected a model between steps"):
         model(torch.ones(1, 2))
+
+
+# On several ranks -------------------------------------------------------------------------------
+
+
+def without_data(folder: Path) -> None:
+    data = max(folder.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    data.write_bytes(data.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "pattern"),
+    [
+        (Bigger, ValueError, "expected 'more', found"),
+        (Smaller, ValueError, "expected no 'unused', which the model does not have, found it"),
+        (Reshaped, ValueError, r"expected 'unused' of shape \(2, 3\), found \(3, 2\)"),
+        (Untied, ValueError, "looking for 'head.weight' in group 0, expected it"),
+        ("dtype", ValueError, r"'bias' in torch\.float64, found torch\.float32; "),
+        ("alone", ValueError, "has no optimizer state: .* pass optimizer=None"),
+        ("missing", FileNotFoundError, "no checkpoint at .*; check the path"),
+        ("truncated", RuntimeError, r"is damaged: expected \d+ bytes for '[\w.]+', found \d+; "),
+    ],
+)
+@distributed(2)
+def test_nothing_changes_on_any_rank(
+    make: Any, kind: type[Exception], pattern: str, tmp_path: Path
+) -> None:
+    """Sharded parameters, the state of an optimizer that has stepped, and its options."""
+    saved = shard(zoo())
+    optimizer = adamw(saved)
+    take_steps(saved, optimizer, 0, 1)
+    save_checkpoint(saved, None if make == "alone" else optimizer, tmp_path / "c")
+    if make == "truncated" and dist.get_rank() == 0:
+        without_data(tmp_path / "c")
+    dist.barrier()
+    torch.manual_seed(1)
+    if callable(make):
+        model = shard(make())
+    else:
+        dtype = torch.float64 if make == "dtype" else torch.float32
+        policy = MixedPrecisionPolicy(main_params_dtype=dtype)
+        model = shard(zoo(seed=1, dtype=dtype), policy=policy)
+    other = adamw(model)
+    take_steps(model, other, 3, 1)
+    folder = tmp_path / ("no" if make == "missing" else "c")
+    assert_load_fails(model, other, folder, kind, pattern)
+    take_steps(model, other, 4, 1)
 
 
 # Damage -----------------------------------------------------------------------------------------
