@@ -10,7 +10,7 @@ from .checkpoint import PendingSave, async_save_checkpoint, load_checkpoint, sav
 from .checkpoint_export import export_safetensors
 from .checkpoint_import import import_safetensors
 from .fully_shard import fully_shard, microbatch
-from .module import FsdpModule
+from .module import FsdpModule, register_forward_method
 from .optimizer import fully_shard_optimizer
 from .runtime.dbuffer import DBuffer
 from .runtime.mixed_precision import MixedPrecisionPolicy
@@ -43,5 +43,6 @@ __all__ = [
     "import_safetensors",
     "load_checkpoint",
     "microbatch",
+    "register_forward_method",
     "save_checkpoint",
 ]

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import nn
 from torch._C._dynamo import eval_frame
 from torch.utils import _pytree
@@ -68,3 +69,8 @@ def without_compile_wrapper(module: nn.Module) -> nn.Module:
     """
     wrapped = module._modules.get("_orig_mod")
     return module if wrapped is None else wrapped
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often ``tensor`` or a view of it was written in place; autograd's own count."""
+    return tensor._version
