@@ -100,8 +100,7 @@ def _run_as_forward(
 
 @never_compiled_alone
 def _enter_forward(
-    module: nn.Module,
-    unit: FsdpUnit, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool
+    module: nn.Module, unit: FsdpUnit, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """``compiled``: Dynamo compiles what the module runs, and graphs bring their own gathers; what
     Dynamo leaves to the interpreter unshards on demand."""
