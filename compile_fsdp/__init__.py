@@ -9,8 +9,10 @@ import compile_fsdp.runtime.ops  # noqa: F401  (registers torch.ops.compile_fsdp
 from .checkpoint import PendingSave, async_save_checkpoint, load_checkpoint, save_checkpoint
 from .checkpoint_export import export_safetensors
 from .checkpoint_import import import_safetensors
+from .explain import Capture, capture, explain
+from .explanation import Explanation
 from .fully_shard import fully_shard, microbatch
-from .module import FsdpModule, register_forward_method
+from .module import FsdpModule
 from .optimizer import fully_shard_optimizer
 from .runtime.dbuffer import DBuffer
 from .runtime.mixed_precision import MixedPrecisionPolicy
@@ -27,7 +29,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BlockAtomic",
+    "Capture",
     "DBuffer",
+    "Explanation",
     "Flat",
     "FsdpModule",
     "MixedPrecisionPolicy",
@@ -37,12 +41,13 @@ __all__ = [
     "ShardLayout",
     "TensorAtomic",
     "async_save_checkpoint",
+    "capture",
+    "explain",
     "export_safetensors",
     "fully_shard",
     "fully_shard_optimizer",
     "import_safetensors",
     "load_checkpoint",
     "microbatch",
-    "register_forward_method",
     "save_checkpoint",
 ]

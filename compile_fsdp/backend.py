@@ -24,9 +24,7 @@ from compile_fsdp.runtime.group_info import GroupInfo
 from compile_fsdp.runtime.parameter_group import FsdpParameterGroup
 from compile_fsdp.runtime.registry import registry
 
-from .inspection import check_all_managed
-from .module import written_in_forward
-from .torch_internals import version_of
+from .compilation import Compilation, is_watched
 
 INNER_COMPILERS = ("inductor", "aot_eager")
 
@@ -135,12 +133,17 @@ def compile_fsdp(
             'options={"inductor": {...}}'
         )
     groups = groups_in(gm)
-    _check_modules(groups)
     policy = _policy(parsed, groups)
+    compilation = Compilation(gm, groups, policy)
     original = copy.deepcopy(gm) if groups else gm
     if parsed.inner == "aot_eager":
         compiled = pipeline.compile_with_aot_eager(
-            gm, example_inputs, groups=groups, policy=policy, verify=parsed.verify
+            gm,
+            example_inputs,
+            groups=groups,
+            policy=policy,
+            verify=parsed.verify,
+            observer=compilation.observe,
         )
     else:
         compiled = pipeline.compile_with_inductor(
@@ -149,9 +152,21 @@ def compile_fsdp(
             groups=groups,
             policy=policy,
             verify=parsed.verify,
-            config_patches=dict(parsed.inductor),
+            observer=compilation.observe,
+            config_patches=_inductor_config(parsed),
         )
-    return _following_flags(compiled, original, groups, policy) if groups else compiled
+    if groups:
+        compiled = _following_flags(compiled, original, groups, policy)
+    return compilation.announcing(compiled)
+
+
+def _inductor_config(options: CompileOptions) -> dict[str, Any]:
+    """The user's values. A graph that comes out of a cache is not seen by the passes, so while a
+    capture is open there are no caches."""
+    patches = dict(options.inductor)
+    if is_watched():
+        patches["force_disable_caches"] = True
+    return patches
 
 
 def _following_flags(
@@ -186,12 +201,6 @@ def _following_flags(
     return call
 
 
-def _check_modules(groups: Mapping[str, GroupInfo]) -> None:
-    """Refuse trainable parameters that were added below the sharded modules of a graph."""
-    for name in groups:
-        check_all_managed(cast(FsdpParameterGroup, registry.lookup(name)).owning_module)
-
-
 def _policy(options: CompileOptions, groups: Mapping[str, GroupInfo]) -> Policy:
     """The policy for one graph, checked against the whole models that its groups belong to.
 
@@ -221,11 +230,6 @@ def groups_in(gm: torch.fx.GraphModule) -> dict[str, GroupInfo]:
         for node in module.graph.nodes:
             if node.op == "call_function" and node.target in (marker, marker.default):
                 name = node.args[1]
-                # Dynamo ran the program on this very value.
-                value = node.meta.get("example_value")
-                if value is not None and version_of(value) > 0:
-                    index = cast(int, node.args[2])
-                    raise written_in_forward(registry.lookup(name).info.fqns[index][0])
                 if name not in found:
                     found[name] = registry.lookup(name).info
     return found

@@ -6,7 +6,11 @@ point downwards only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import inspect
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import FunctionType
 from typing import Any, TypeVar, cast
 
@@ -71,6 +75,91 @@ def without_compile_wrapper(module: nn.Module) -> nn.Module:
     return module if wrapped is None else wrapped
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """How often ``tensor`` or a view of it was written in place; autograd's own count."""
-    return tensor._version
+def compilation_in_progress() -> tuple[str, str | None]:
+    """Dynamo's name for the compilation that runs now ("0/1"), and which guard of the code that
+    was compiled before failed (None when there was none).
+
+    Backends get neither as an argument. The guard is what ``TORCH_LOGS=recompiles`` prints.
+    """
+    from torch._dynamo.utils import get_metrics_context
+
+    compile_id = torch._guards.CompileContext.current_compile_id()
+    failed = get_metrics_context()._metrics.get("recompile_reason")
+    return ("" if compile_id is None else str(compile_id)), failed
+
+
+def graph_break_of(gm: torch.fx.GraphModule) -> tuple[str, traceback.FrameSummary | None] | None:
+    """Why Dynamo ended this graph, and the user's line; None where the program ended there.
+
+    Dynamo leaves it on the module for backends; ``torch._dynamo.explain`` reads it as well.
+    """
+    return _break(getattr(gm, "compile_subgraph_reason", None))
+
+
+def graph_breaks() -> list[tuple[str, traceback.FrameSummary | None]]:
+    """All graph breaks since Dynamo was last reset, also those before which there was no graph to
+    compile and of which no backend hears."""
+    from torch._dynamo.utils import graph_break_reasons
+
+    return [found for found in map(_break, graph_break_reasons) if found is not None]
+
+
+def _break(reason: Any) -> tuple[str, traceback.FrameSummary | None] | None:
+    if reason is None or not reason.graph_break:
+        return None
+    return str(reason.reason), reason.user_stack[-1] if reason.user_stack else None
+
+
+def backend_of(module: nn.Module) -> tuple[Callable[..., Any], dict[str, Any]] | None:
+    """The backend of what ``torch.compile(module, ...)`` returned and the keyword arguments of
+    ``torch.compile`` that it was given; None for a module that is not compiled.
+
+    ``explain`` compiles anew with the same settings, which only the wrapper remembers.
+    """
+    from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
+
+    if not isinstance(module, OptimizedModule):
+        return None
+    context: Any = module.dynamo_ctx
+    wrapper: Any = innermost_backend(context.callback)
+    settings = {
+        "fullgraph": context.fullgraph,
+        "dynamic": getattr(wrapper, "dynamic", None),
+        **getattr(wrapper, "kwargs", {}),
+    }
+    return getattr(wrapper, "compiler_fn", wrapper), settings
+
+
+def compiled_in_place(module: nn.Module) -> bool:
+    """Whether ``module.compile()`` was called: only this private attribute tells."""
+    return module._compiled_call_impl is not None
+
+
+@contextmanager
+def compiling_aside() -> Iterator[dict[str, Any]]:
+    """Compile without leaving traces, backward graphs at once; yields arguments for
+    ``torch.compile``.
+
+    - What was compiled gets a cache of its own (torch 2.13 and later), so that it counts for no
+      recompile limit. A backend that nothing else uses is never found by other calls anyway.
+    - Backward graphs are compiled with their forward graphs; usually that waits for the first
+      backward, which an explanation does not run.
+    - The record of sizes by which Dynamo guesses what is dynamic is put back: a model that was
+      explained at one size is compiled at the next as if it had not been.
+    """
+    import torch._dynamo.config as dynamo_config
+    import torch._functorch.config as functorch_config
+    from torch._dynamo import pgo
+
+    sizes = pgo.get_code_state()
+    before = {code: copy.deepcopy(state) for code, state in sizes.items()}
+    isolated = "isolate_recompiles" in inspect.signature(torch.compile).parameters
+    with ExitStack() as stack:
+        stack.enter_context(dynamo_config.patch("automatic_dynamic_local_pgo", False))
+        stack.enter_context(dynamo_config.patch("automatic_dynamic_remote_pgo", False))
+        stack.enter_context(functorch_config.patch("force_non_lazy_backward_lowering", True))
+        try:
+            yield {"isolate_recompiles": True} if isolated else {}
+        finally:
+            sizes.clear()
+            sizes.update(before)

@@ -25,6 +25,7 @@ from compile_fsdp.runtime.group_info import GroupInfo
 
 from .emit import write_schedule
 from .facts import GraphKind
+from .listing import listing
 from .recompute import mark_recompute
 from .schedule import Policy, plan
 from .steps import Schedule
@@ -39,8 +40,8 @@ class Observer(Protocol):
     """Is told about every graph that is rewritten; for tests and for people."""
 
     def __call__(self, kind: GraphKind, before: str, schedule: Schedule, after: Graph) -> None:
-        """``before`` is the text of the graph before the rewrite; ``after`` is the graph itself,
-        which the compiler goes on to change: read it now."""
+        """``before`` is the `listing` of the graph before the rewrite; ``after`` is the graph
+        itself, which the compiler goes on to change: read it now."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class PassOptions:
 
     def rewrite(self, graph: Graph, kind: GraphKind) -> None:
         """`rewrite` one graph with these options."""
-        before = "" if self.observer is None else str(graph)
+        before = "" if self.observer is None else listing(graph)
         schedule = rewrite(graph, self.groups, self.policy, kind=kind, verify=self.verify)
         if self.observer is not None:
             self.observer(kind, before, schedule, graph)

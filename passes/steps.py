@@ -193,7 +193,7 @@ class Schedule:
         """The table of the module's docstring, below a line of totals."""
         header = ("#", "step", "group", "where", "bytes", "names", "behind")
         rows = [self._row(number, step) for number, step in enumerate(self.steps)]
-        return "\n".join([self._title(), *_table([header, *rows], right_aligned=(0, 4))])
+        return "\n".join([self._title(), *table([header, *rows], right_aligned=(0, 4))])
 
     def _title(self) -> str:
         gathered = [step for step in self.steps if isinstance(step, Unshard)]
@@ -211,7 +211,7 @@ class Schedule:
             str(number),
             step.op,
             self._label(step),
-            self._where(step),
+            self.where(step),
             format_bytes(size) if size else "",
             " ".join(map(str, step.after)),
             " ".join(self._behind(number, step)),
@@ -227,8 +227,9 @@ class Schedule:
             return self.groups[step.group].reduce_bytes
         return 0
 
-    def _where(self, step: Step) -> str:
-        """Steps that make a read possible say what they precede, the others what they follow."""
+    def where(self, step: Step) -> str:
+        """The place of ``step`` in words. Steps that make a read possible say what they precede,
+        the others what they follow."""
         if isinstance(step, Unshard) and not step.after:
             return "at the start"
         if isinstance(step, Unshard | Wait):
@@ -270,7 +271,8 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds * 1e6:.1f} us"
 
 
-def _table(rows: Sequence[Sequence[str]], right_aligned: Sequence[int]) -> list[str]:
+def table(rows: Sequence[Sequence[str]], right_aligned: Sequence[int]) -> list[str]:
+    """Lines in which the cells of each column of ``rows`` stand below each other."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

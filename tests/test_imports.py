@@ -44,6 +44,7 @@ class Source:
 def library_sources() -> list[Source]:
     folders = {
         ROOT / "compile_fsdp": PACKAGE,
+        ROOT / "compile_fsdp" / "report": f"{PACKAGE}.report",
         ROOT / "passes": f"{PACKAGE}.passes",
         ROOT / "runtime": f"{PACKAGE}.runtime",
     }
