@@ -15,11 +15,12 @@ PROCESSES ?= 2
 DEMO_ARGS ?= --out runs/demo --fresh
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint typecheck clean
+.PHONY: help demo test random lint typecheck clean
 
 help:
 	@echo "make demo       train a small language model, sharded over $(PROCESSES) processes"
 	@echo "make test       run the tests (PYTEST_ARGS=... narrows them)"
+	@echo "make random     train random configurations and compare with one process (CASES=500 SEED=1)"
 	@echo "make lint       ruff: style and imports"
 	@echo "make typecheck  mypy --strict"
 	@echo "make clean      remove the environment, caches and builds (runs/ stays)"
@@ -30,6 +31,12 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+CASES ?= 200
+SEED ?= 0
+
+random: $(STAMP)
+	$(BIN)/python -m tests.random_training --cases $(CASES) --seed $(SEED) $(RANDOM_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .

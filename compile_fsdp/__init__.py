@@ -12,7 +12,7 @@ from .checkpoint_import import import_safetensors
 from .explain import Capture, capture, explain
 from .explanation import Explanation
 from .fully_shard import fully_shard, microbatch
-from .module import FsdpModule
+from .module import FsdpModule, register_forward_method
 from .optimizer import fully_shard_optimizer
 from .runtime.dbuffer import DBuffer
 from .runtime.mixed_precision import MixedPrecisionPolicy
@@ -49,5 +49,6 @@ __all__ = [
     "import_safetensors",
     "load_checkpoint",
     "microbatch",
+    "register_forward_method",
     "save_checkpoint",
 ]

@@ -25,6 +25,9 @@ from compile_fsdp.runtime.parameter_group import FsdpParameterGroup
 from compile_fsdp.runtime.registry import registry
 
 from .compilation import Compilation, is_watched
+from .inspection import check_all_managed
+from .module import written_in_forward
+from .torch_internals import version_of
 
 INNER_COMPILERS = ("inductor", "aot_eager")
 
@@ -133,6 +136,7 @@ def compile_fsdp(
             'options={"inductor": {...}}'
         )
     groups = groups_in(gm)
+    _check_modules(groups)
     policy = _policy(parsed, groups)
     compilation = Compilation(gm, groups, policy)
     original = copy.deepcopy(gm) if groups else gm
@@ -201,6 +205,12 @@ def _following_flags(
     return call
 
 
+def _check_modules(groups: Mapping[str, GroupInfo]) -> None:
+    """Refuse trainable parameters that were added below the sharded modules of a graph."""
+    for name in groups:
+        check_all_managed(cast(FsdpParameterGroup, registry.lookup(name)).owning_module)
+
+
 def _policy(options: CompileOptions, groups: Mapping[str, GroupInfo]) -> Policy:
     """The policy for one graph, checked against the whole models that its groups belong to.
 
@@ -230,6 +240,11 @@ def groups_in(gm: torch.fx.GraphModule) -> dict[str, GroupInfo]:
         for node in module.graph.nodes:
             if node.op == "call_function" and node.target in (marker, marker.default):
                 name = node.args[1]
+                # Dynamo ran the program on this very value.
+                value = node.meta.get("example_value")
+                if value is not None and version_of(value) > 0:
+                    index = cast(int, node.args[2])
+                    raise written_in_forward(registry.lookup(name).info.fqns[index][0])
                 if name not in found:
                     found[name] = registry.lookup(name).info
     return found

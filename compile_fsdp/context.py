@@ -21,10 +21,15 @@ if TYPE_CHECKING:
 
 
 class FsdpContext(GroupContext):
-    """Orders, nesting and on-demand holds of one root's units."""
+    """Orders, nesting and on-demand holds of one root's units.
+
+    Attributes:
+        root: the root's number in the names of its groups.
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
+        self.root = 0
         self._forward_order: list[FsdpUnit] = []
         self._next: dict[Phase, dict[FsdpUnit, FsdpUnit]] = {}
         self._on_demand: dict[FsdpParameterGroup, None] = {}

@@ -15,7 +15,7 @@ own communication, and hooks that the interpreter calls around compiled code hol
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -24,6 +24,7 @@ from torch import nn
 from compile_fsdp.runtime.parameter_group import FsdpParameter, FsdpParameterGroup, Phase
 from compile_fsdp.runtime.torch_internals import in_backward
 
+from .inspection import check_all_managed, kept_tensors
 from .module import FsdpUnit
 from .torch_internals import (
     flatten,
@@ -38,6 +39,7 @@ def install_hooks(module: nn.Module, unit: FsdpUnit) -> None:
     """Drive ``unit`` from ``module``'s forward and from its parameters' gradients."""
     module.register_forward_pre_hook(_pre_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(_post_forward, always_call=True)
+    unit.run_as_forward = _run_as_forward
     for group in unit.groups:
         watch_gradients(unit, group)
 
@@ -45,6 +47,7 @@ def install_hooks(module: nn.Module, unit: FsdpUnit) -> None:
 def watch_gradients(unit: FsdpUnit, group: FsdpParameterGroup) -> None:
     """Reduce ``group`` when all its trainable parameters, now and later, have their gradients."""
     watched: set[FsdpParameter] = set()
+    unit.note_versions(group)
 
     def watch_trainable() -> None:
         for parameter, trainable in zip(group.parameters, group.trainable, strict=True):
@@ -66,19 +69,38 @@ def _pre_forward(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     if torch.compiler.is_compiling():
         return None
-    return _enter_forward(_unit_of(module), args, kwargs, is_dynamo_active())
+    return _enter_forward(module, _unit_of(module), args, kwargs, is_dynamo_active())
 
 
 @inlined_or_skipped
 def _post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     if torch.compiler.is_compiling():
         return None
-    return _leave_forward(_unit_of(module), output, is_dynamo_active())
+    return _leave_forward(module, _unit_of(module), output, is_dynamo_active())
+
+
+@inlined_or_skipped
+def _run_as_forward(
+    unit: FsdpUnit,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call a method of a module, the first of ``args``, between the hooks of ``unit``."""
+    compiled = is_dynamo_active()
+    output = replaced = None
+    try:
+        watched = _enter_forward(args[0], unit, args, kwargs, compiled)
+        args, kwargs = (args, kwargs) if watched is None else watched
+        output = function(*args, **kwargs)
+    finally:
+        replaced = _leave_forward(args[0], unit, output, compiled)
+    return output if replaced is None else replaced
 
 
 @never_compiled_alone
 def _enter_forward(
-    unit: FsdpUnit, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool
+    module: nn.Module, unit: FsdpUnit, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """``compiled``: Dynamo compiles what the module runs, and graphs bring their own gathers; what
     Dynamo leaves to the interpreter unshards on demand."""
@@ -89,16 +111,19 @@ def _enter_forward(
         unit.hold_all()
         unit.context.finish_at_end_of_backward()
     else:
+        outermost = unit.context.eager_depth == 0
         unit.context.enter_forward(unit)
         if compiled:
             return None
+        if outermost and torch.is_grad_enabled():
+            check_all_managed(module)
         unit.hold_all()
         unit.context.prefetch_after(unit, Phase.FORWARD)
     return _watch_inputs(unit, args, kwargs) if torch.is_grad_enabled() else None
 
 
 @never_compiled_alone
-def _leave_forward(unit: FsdpUnit, output: Any, compiled: bool) -> Any:
+def _leave_forward(module: nn.Module, unit: FsdpUnit, output: Any, compiled: bool) -> Any:
     """Returns the output where it must be replaced, else None (as a forward hook does).
 
     Called after an exception too, with no output.
@@ -113,7 +138,9 @@ def _leave_forward(unit: FsdpUnit, output: Any, compiled: bool) -> Any:
         on_demand = unit.context.leave_forward(unit)
     if torch.is_grad_enabled() and (on_demand or not compiled):
         watched = output if replaced is None else replaced
-        _watch_outputs(unit, watched, on_demand, holds_unit=not compiled)
+        kept = [] if compiled else list(kept_tensors(module))
+        _watch_outputs(unit, (watched, kept), on_demand, holds_unit=not compiled)
+    unit.check_unwritten()
     return replaced
 
 
@@ -236,9 +263,9 @@ def _reduce_when_complete(
             raise RuntimeError(
                 f"parameter {fqn!r} got a gradient although nothing announced the backward of its "
                 f"FSDP module {unit.fqn or '<root>'!r}, so its weights were not there: what the "
-                "module computed reached the loss without being among its outputs (kept as an "
-                "attribute, or written into an argument). Return it from the module's forward, or "
-                "compile the model"
+                "module computed reached the loss without being among its outputs or attributes "
+                "(written into an argument, or into a global). Return it from the module's "
+                "forward, or compile the model"
             )
         if all(
             other.unsharded.grad is not None or not trainable

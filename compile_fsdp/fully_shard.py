@@ -20,14 +20,14 @@ from compile_fsdp.runtime.placement import Placements, ShardLayout
 from compile_fsdp.runtime.registry import registry
 
 from .context import FsdpContext
-from .eager import install_hooks
+from .eager import install_hooks, watch_gradients
 from .module import (
     SLOTS_ATTRIBUTE,
     UNIT_ATTRIBUTE,
     FsdpModule,
     FsdpUnit,
     ParameterSlot,
-    class_cache,
+    swap_class,
 )
 from .torch_internals import without_compile_wrapper
 
@@ -53,7 +53,8 @@ def fully_shard(
 
     Each call makes parameter groups, one for each (dtype, requires_grad), which are gathered,
     released and reduced as one flat buffer. Every rank must make the same calls in the same
-    order, with the same weights.
+    order, with the same weights. Modules that get new parameters later (adapters) are sharded
+    again: the call takes in what is new.
 
     Args:
         module: the module to shard. Its parameters are on the mesh's device or on meta. What
@@ -69,17 +70,18 @@ def fully_shard(
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: ``module`` is sharded already, has no parameters at all, one of its
-            parameters is owned by another FSDP module or is on another device type than the
-            mesh, or the placements do not fit the mesh. The module is then exactly as before.
+        ValueError: ``module`` is sharded already and nothing below it is new, has no parameters
+            at all, one of its parameters is owned by another FSDP module or is on another device
+            type than the mesh, or the placements do not fit the mesh. The module is then exactly
+            as before.
         NotImplementedError: a feature of the signature that is not available yet.
     """
     _check_types(module, mesh, placements, mixed_precision_policy)
     module = without_compile_wrapper(module)
-    _check_not_sharded(module)
     placements = placements if placements is not None else _default_placements(mesh)
     dp_mesh = _data_parallel_mesh(mesh, placements)
     owned = _owned_parameters(module)
+    _check_not_sharded(module, owned)
     _check_devices(owned, mesh)
 
     before = {parameter: (parameter.data, dict(parameter.__dict__)) for parameter in owned.values()}
@@ -162,12 +164,17 @@ def _check_types(
             )
 
 
-def _check_not_sharded(module: nn.Module) -> None:
-    if isinstance(module, FsdpModule):
+def _check_not_sharded(module: nn.Module, owned: Mapping[str, nn.Parameter]) -> None:
+    if isinstance(module, FsdpModule) and not owned and not _has_new_units(module):
         raise ValueError(
-            f"this {type(module).__name__} is sharded already; call fully_shard once for each "
-            "module, children before their parents"
+            f"this {type(module).__name__} is sharded already and has no new parameters; call "
+            "fully_shard once for each module, children before their parents"
         )
+
+
+def _has_new_units(module: nn.Module) -> bool:
+    """Whether a module below the sharded ``module`` was sharded later than it."""
+    return len({unit.context for _, unit in _units(module)}) > 1
 
 
 def _default_placements(mesh: DeviceMesh) -> Placements:
@@ -204,16 +211,18 @@ def _owned_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     owned: dict[str, nn.Parameter] = {}
     children: dict[str, nn.Module] = {}
     _collect(module, "", owned, children, set())
-    for fqn, parameter in owned.items():
+    for fqn, parameter in list(owned.items()):
         group = get_containing_parameter_group(parameter)
-        if group is not None:
+        if group is not None and group.owning_module is module:
+            del owned[fqn]
+        elif group is not None:
             raise ValueError(
                 f"parameter {fqn!r} is already owned by the FSDP module at "
                 f"{group.label!r} (as {group.parameters_by_tensor[parameter].fqns[0]!r}): a tied "
                 "or shared parameter must have one owner. Call fully_shard on a common parent "
                 "instead of on the module that owns it now"
             )
-    if not owned and not children:
+    if not owned and not children and not isinstance(module, FsdpModule):
         raise ValueError(
             f"fully_shard: this {type(module).__name__} has no parameters and no sharded "
             "modules below it, so there is nothing to shard; call it on a module with parameters"
@@ -283,39 +292,67 @@ def _group_placements(
 
 def _commit(module: nn.Module, groups: tuple[FsdpParameterGroup, ...], mesh: DeviceMesh) -> None:
     """Everything that changes the module; nothing here fails for what a user passed."""
+    unit: FsdpUnit | None = module.__dict__.get(UNIT_ATTRIBUTE)
+    if unit is not None:
+        _extend(module, unit, groups)
+        return
     device = groups[0].device if groups else torch.device(mesh.device_type)
     context = FsdpContext(device)
     unit = FsdpUnit(groups, context)
     module.__dict__[UNIT_ATTRIBUTE] = unit
-    for group in groups:
-        for parameter in group.parameters:
-            for fqn in parameter.fqns:
-                owner_fqn, _, name = fqn.rpartition(".")
-                module.get_submodule(owner_fqn)._parameters[name] = parameter.sharded
-    _swap_class(module, (), is_fsdp_module=True)
+    _place_shards(module, groups)
+    swap_class(module)
     _adopt(module, context)
     for group in groups:
         _install_slots(module, group)
     install_hooks(module, unit)
 
 
+def _extend(module: nn.Module, unit: FsdpUnit, groups: tuple[FsdpParameterGroup, ...]) -> None:
+    """Take ``groups`` of new parameters, and units that are new below, into a sharded module."""
+    _place_shards(module, groups)
+    known = len(unit.groups)
+    unit.groups += groups
+    if _has_new_units(module):
+        _adopt(module, FsdpContext(unit.context.device))
+    else:
+        for number, group in enumerate(groups, start=known):
+            _take_in(unit, group, number)
+    for group in groups:
+        _install_slots(module, group)
+        watch_gradients(unit, group)
+
+
+def _place_shards(module: nn.Module, groups: Sequence[FsdpParameterGroup]) -> None:
+    for group in groups:
+        for parameter in group.parameters:
+            for fqn in parameter.fqns:
+                owner_fqn, _, name = fqn.rpartition(".")
+                module.get_submodule(owner_fqn)._parameters[name] = parameter.sharded
+
+
 def _adopt(module: nn.Module, context: FsdpContext) -> None:
     """Put ``module``'s unit and all units below it into ``context``, named from this root."""
-    root = registry.next_root()
+    context.root = registry.next_root()
     for fqn, unit in _units(module):
         unit.fqn = fqn
         unit.context = context
         for number, group in enumerate(unit.groups):
-            label = fqn or "root"
-            group.rename(
-                f"{root}/{fqn}/{number}",
-                label if len(unit.groups) == 1 else f"{label}[{number}]",
-            )
-            context.add_group(group)
+            _take_in(unit, group, number)
     for child in module.modules():
         for slot in child.__dict__.get(SLOTS_ATTRIBUTE, {}).values():
             slot.group_name = slot.group.name
     context.set_orders([unit for _, unit in _units(module)], _backward_order(module, set()))
+
+
+def _take_in(unit: FsdpUnit, group: FsdpParameterGroup, number: int) -> None:
+    """Name ``group``, the unit's ``number``-th, and let it share the root's context."""
+    label = unit.fqn or "root"
+    group.rename(
+        f"{unit.context.root}/{unit.fqn}/{number}",
+        label if len(unit.groups) == 1 else f"{label}[{number}]",
+    )
+    unit.context.add_group(group)
 
 
 def _units(module: nn.Module) -> Iterator[tuple[str, FsdpUnit]]:
@@ -346,10 +383,4 @@ def _install_slots(module: nn.Module, group: FsdpParameterGroup) -> None:
             names_by_owner.setdefault(owner, {})[name] = ParameterSlot(group, index)
     for owner, slots in names_by_owner.items():
         owner.__dict__.setdefault(SLOTS_ATTRIBUTE, {}).update(slots)
-        _swap_class(owner, tuple(owner.__dict__[SLOTS_ATTRIBUTE]), isinstance(owner, FsdpModule))
-
-
-def _swap_class(module: nn.Module, names: tuple[str, ...], is_fsdp_module: bool) -> None:
-    """Give ``module`` the generated subclass for ``names``, derived from its original class."""
-    original = getattr(type(module), "_fsdp_original_class", type(module))
-    module.__class__ = class_cache.subclass(original, names, is_fsdp_module)
+        swap_class(owner)

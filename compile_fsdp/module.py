@@ -15,6 +15,8 @@ different meshes share the class and nothing else.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,15 +24,21 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from compile_fsdp.runtime.parameter_group import FsdpParameterGroup, Phase
+from compile_fsdp.runtime.parameter_group import FsdpParameter, FsdpParameterGroup, Phase
 
-from .torch_internals import never_compiled_alone
+from .torch_internals import (
+    inlined_or_skipped,
+    never_compiled_alone,
+    version_of,
+    without_compile_wrapper,
+)
 
 if TYPE_CHECKING:
     from .context import FsdpContext
 
 SLOTS_ATTRIBUTE = "_fsdp_slots"
 UNIT_ATTRIBUTE = "_fsdp_unit"
+METHODS_ATTRIBUTE = "_fsdp_methods"
 
 
 class ParameterSlot:
@@ -53,9 +61,18 @@ class ParameterSlot:
     def _follow(self) -> None:
         self.trainable = self.group.trainable[self.index]
 
-    def read(self) -> nn.Parameter:
-        """The full parameter inside a forward or backward of its root, else the sharded one."""
+    def read(self, registered: nn.Parameter | None) -> torch.Tensor:
+        """The full parameter inside a forward or backward of its root, else the sharded one.
+
+        ``registered`` is what the module has under the name: another tensor for the time of a
+        ``torch.func.functional_call``, and that is what compute must see then.
+
+        Raises:
+            RuntimeError: it is another DTensor, with which a forward cannot compute.
+        """
         parameter = self.group.parameters[self.index]
+        if registered is not parameter.sharded:
+            return self._replaced(registered)
         if self.group.is_held:
             return parameter.unsharded
         context = cast("FsdpContext", self.group.context)
@@ -63,6 +80,20 @@ class ParameterSlot:
             context.unshard_on_demand(self.group)
             return parameter.unsharded
         return parameter.sharded
+
+    def _replaced(self, registered: nn.Parameter | None) -> torch.Tensor:
+        if registered is None or isinstance(registered, DTensor):
+            raise RuntimeError(
+                f"parameter {self.fqn!r} of a sharded module was replaced by "
+                f"{'None' if registered is None else 'another DTensor'}; functional_call needs "
+                "full tensors (parameter.full_tensor())"
+            )
+        return registered
+
+    @property
+    def fqn(self) -> str:
+        """The parameter's first name below the module that owns it."""
+        return self.group.parameters[self.index].fqns[0]
 
     def as_sharded(self, full: torch.Tensor) -> torch.Tensor:
         """``full`` as a DTensor that can be copied into the sharded parameter.
@@ -75,6 +106,15 @@ class ParameterSlot:
         return main.shard_tensor(self.index, full)
 
 
+def written_in_forward(fqn: str) -> RuntimeError:
+    """The error for a forward that changes a parameter in place."""
+    return RuntimeError(
+        f"parameter {fqn!r} was changed in place inside a forward: that is the gathered copy, "
+        "which is thrown away, and no shard would change. Change it between steps, on the sharded "
+        "parameter (with torch.no_grad(): parameter.mul_(...)), or keep it as a buffer"
+    )
+
+
 class FsdpUnit:
     """State of one FSDP module: its groups, its phase, and what it holds.
 
@@ -84,7 +124,10 @@ class FsdpUnit:
         context: what the units of one root share.
         phase: RESTING, FORWARD or BACKWARD.
         forwards: how many of its forwards are on the Python stack.
+        run_as_forward: calls a function between the eager hooks; set by `eager.install_hooks`.
     """
+
+    run_as_forward: Callable[[FsdpUnit, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
     def __init__(self, groups: tuple[FsdpParameterGroup, ...], context: FsdpContext) -> None:
         self.fqn = ""
@@ -93,6 +136,23 @@ class FsdpUnit:
         self.phase = Phase.RESTING
         self.forwards = 0
         self._held: dict[FsdpParameterGroup, None] = {}
+        self._versions: dict[FsdpParameter, int] = {}
+
+    def note_versions(self, group: FsdpParameterGroup) -> None:
+        """Remember what `check_unwritten` compares with."""
+        for parameter in group.parameters:
+            self._versions[parameter] = version_of(parameter.unsharded)
+
+    def check_unwritten(self) -> None:
+        """Refuse what a forward wrote into a full parameter: it would be lost with the memory.
+
+        Raises:
+            RuntimeError: a parameter's version has changed.
+        """
+        for parameter, version in self._versions.items():
+            if version_of(parameter.unsharded) != version:
+                self._versions[parameter] = version_of(parameter.unsharded)
+                raise written_in_forward(parameter.fqns[0])
 
     def move_to(self, phase: Phase) -> None:
         """Enter ``phase``.
@@ -161,6 +221,10 @@ class FsdpModule(_NotCopyable):
         """The parameter groups this module owns."""
         return self._fsdp_unit.groups
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        _check_conversion(cast(nn.Module, self), fn)
+        return super()._apply(fn, recurse)  # type: ignore[misc]
+
 
 class ManagedParameters(_NotCopyable):
     """Mixin of every module that directly holds a managed parameter."""
@@ -175,23 +239,39 @@ class ManagedParameters(_NotCopyable):
         device) leave them as they are.
 
         Raises:
-            RuntimeError: ``fn`` changes dtype or device.
+            RuntimeError: ``fn`` changes dtype or device. Nothing has been converted then.
         """
         module = cast(nn.Module, self)
-        for name, slot in self._fsdp_slots.items():
-            shard = slot.group.main_weight
-            probe = fn(torch.empty(0, dtype=shard.dtype, device=shard.device))
-            if probe.dtype != shard.dtype or probe.device.type != shard.device.type:
-                raise RuntimeError(
-                    f"parameter {name!r} of a sharded {type(self).__name__} is {shard.dtype} on "
-                    f"{shard.device.type} and cannot be converted to {probe.dtype} on "
-                    f"{probe.device.type} after fully_shard; convert the module before sharding"
-                )
+        _check_conversion(module, fn)
         managed = {name: module._parameters.pop(name) for name in self._fsdp_slots}
         try:
             return super()._apply(fn, recurse)  # type: ignore[misc]
         finally:
             module._parameters.update(managed)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As ``nn.Module`` does, which assigning a Parameter to an attribute calls too.
+
+        Raises:
+            RuntimeError: ``name`` is a managed parameter.
+        """
+        slot = self._fsdp_slots.get(name)
+        if slot is None:
+            super().register_parameter(name, param)  # type: ignore[misc]
+        elif param is not slot.group.parameters[slot.index].sharded:
+            raise RuntimeError(
+                f"parameter {slot.fqn!r} is sharded: assigning to it would not reach the shards, "
+                "nor the optimizer. Change its values (load_state_dict({name: full_tensor}, "
+                "strict=False)), or replace it before fully_shard"
+            )
+
+    def __delattr__(self, name: str) -> None:
+        if name in self._fsdp_slots:
+            raise RuntimeError(
+                f"parameter {self._fsdp_slots[name].fqn!r} is sharded and cannot be deleted; "
+                "delete it, or register its parametrization, before fully_shard"
+            )
+        super().__delattr__(name)
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -229,6 +309,21 @@ class ManagedParameters(_NotCopyable):
             group.sync_model_weight_from_main_weight()
 
 
+def _check_conversion(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Refuse a conversion of ``module`` that changes a managed parameter, before it begins."""
+    for child in module.modules():
+        slots: dict[str, ParameterSlot] = child.__dict__.get(SLOTS_ATTRIBUTE, {})
+        for name, slot in slots.items():
+            shard = slot.group.main_weight
+            probe = fn(torch.empty(0, dtype=shard.dtype, device=shard.device))
+            if probe.dtype != shard.dtype or probe.device.type != shard.device.type:
+                raise RuntimeError(
+                    f"parameter {name!r} of a sharded {type(child).__name__} is {shard.dtype} on "
+                    f"{shard.device.type} and cannot be converted to {probe.dtype} on "
+                    f"{probe.device.type} after fully_shard; convert the module before sharding"
+                )
+
+
 def _parameter_property(name: str) -> property:
     @never_compiled_alone
     def read(self: Any) -> torch.Tensor:
@@ -239,24 +334,118 @@ def _parameter_property(name: str) -> property:
                 # Never: the op knows. Dynamo guards on what the condition reads.
                 raise AssertionError(f"{name!r} is frozen and wants a gradient")
             return cast(torch.Tensor, full)
-        return cast(torch.Tensor, slot.read())
+        return cast(torch.Tensor, slot.read(self._parameters.get(name)))
 
     read.__doc__ = f"Parameter {name!r}: full inside a forward or backward, sharded at rest."
     return property(read)
 
 
+def _computing_method(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``original``, a method of a module's class, as one that computes with full parameters.
+
+    Where the module's hooks have run (it was called, below a forward) they do not run again.
+    """
+
+    @inlined_or_skipped
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(self, *args, **kwargs)
+        unit = _resting_unit(self)
+        if unit is None:
+            return original(self, *args, **kwargs)
+        return unit.run_as_forward(unit, original, (self, *args), kwargs)
+
+    return functools.wraps(original)(method)
+
+
+@inlined_or_skipped
+def _resting_unit(module: nn.Module) -> FsdpUnit | None:
+    """The unit whose hooks must run before ``module`` computes, None where they have."""
+    unit: FsdpUnit | None = module.__dict__.get(UNIT_ATTRIBUTE)
+    if unit is not None:
+        return unit if unit.phase is Phase.RESTING else None
+    for slot in module.__dict__[SLOTS_ATTRIBUTE].values():
+        if not cast("FsdpContext", slot.group.context).is_computing:
+            return cast(FsdpUnit, slot.group.owning_module._fsdp_unit)
+        break
+    return None
+
+
+def swap_class(module: nn.Module) -> None:
+    """Give ``module`` the generated subclass for what it holds: parameters, a unit, methods."""
+    original = getattr(type(module), "_fsdp_original_class", type(module))
+    module.__class__ = class_cache.subclass(
+        original,
+        tuple(module.__dict__.get(SLOTS_ATTRIBUTE, ())),
+        UNIT_ATTRIBUTE in module.__dict__,
+        module.__dict__.get(METHODS_ATTRIBUTE, ()),
+    )
+
+
+def register_forward_method(module: nn.Module, name: str) -> None:
+    """Let a method other than ``forward`` compute with the parameters of a sharded module.
+
+    Calling it then gathers, releases and reduces as calling the module does. Dynamo traces
+    through it, so ``torch.compile(module.encode, backend="compile_fsdp")`` works too.
+
+    Args:
+        module: a module that ``fully_shard`` was called on.
+        name: of a method that its class defines.
+
+    Raises:
+        TypeError: ``module`` is no module or ``name`` no string.
+        AttributeError: ``module`` has no such attribute.
+        ValueError: ``module`` is not sharded, or the attribute is not a plain method.
+    """
+    if not isinstance(module, nn.Module) or not isinstance(name, str):
+        raise TypeError(
+            "register_forward_method needs a module and the name of a method, got "
+            f"{type(module).__name__} and {type(name).__name__}"
+        )
+    module = without_compile_wrapper(module)
+    if not isinstance(module, FsdpModule):
+        raise ValueError(
+            f"register_forward_method: this {type(module).__name__} is not sharded; call "
+            "fully_shard on it first"
+        )
+    original = getattr(type(module), "_fsdp_original_class")  # noqa: B009
+    if not hasattr(module, name):
+        raise AttributeError(
+            f"register_forward_method: {original.__name__} has no attribute {name!r}"
+        )
+    method = inspect.getattr_static(original, name, None)
+    if (
+        not inspect.isfunction(method)
+        or name in module.__dict__
+        or name.startswith("__")
+        or inspect.isgeneratorfunction(method)
+        or inspect.iscoroutinefunction(method)
+    ):
+        raise ValueError(
+            f"register_forward_method: {name!r} of {original.__name__} must be a plain method "
+            "that its class defines, which returns when it has computed: not a property, a static "
+            "or class method, a generator, a coroutine, or an attribute of the instance"
+        )
+    methods = module.__dict__.get(METHODS_ATTRIBUTE, ())
+    if name != "forward" and name not in methods:
+        module.__dict__[METHODS_ATTRIBUTE] = (*methods, name)
+        swap_class(module)
+
+
 class ClassCache:
-    """Subclasses by (original class, parameter names, is an FSDP module).
+    """Subclasses by (original class, parameter names, is an FSDP module, registered methods).
 
     One class object for equal keys keeps Dynamo's guards on types stable between modules.
     """
 
     def __init__(self) -> None:
-        self._classes: dict[tuple[type, tuple[str, ...], bool], type] = {}
+        self._classes: dict[tuple[type, tuple[str, ...], bool, tuple[str, ...]], type] = {}
 
-    def subclass(self, cls: type, names: tuple[str, ...], is_fsdp_module: bool) -> type:
+    def subclass(
+        self, cls: type, names: tuple[str, ...], is_fsdp_module: bool, methods: tuple[str, ...]
+    ) -> type:
         """The subclass of ``cls`` with a property for each of ``names``."""
-        key = (cls, names, is_fsdp_module)
+        key = (cls, names, is_fsdp_module, methods)
         if key not in self._classes:
             bases: tuple[type, ...] = (cls,)
             if names:
@@ -264,6 +453,8 @@ class ClassCache:
             if is_fsdp_module:
                 bases = (FsdpModule, *bases)
             namespace: dict[str, Any] = {name: _parameter_property(name) for name in names}
+            for method in ("forward", *methods):
+                namespace[method] = _computing_method(getattr(cls, method))
             namespace["__module__"] = cls.__module__
             namespace["__doc__"] = cls.__doc__
             namespace["_fsdp_original_class"] = cls

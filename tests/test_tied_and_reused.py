@@ -189,20 +189,48 @@ class KeepsItsLoss(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
+        self.other = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.auxiliary = (x * self.linear.weight[0]).square().sum()
+        self.linear.auxiliary = [self.other((x * self.linear.weight[0]).square()).sum()]
+        return x.detach()
+
+
+@pytest.mark.parametrize("driver", ["eager", "aot_eager"])
+@distributed(2)
+def test_a_loss_that_is_kept_on_a_module_has_its_weights_in_backward(driver: str) -> None:
+    model = KeepsItsLoss()
+    sharded = copy.deepcopy(model)
+    fully_shard(sharded, cpu_mesh())
+    call = drive(sharded, driver)
+    for _ in range(2):
+        x = torch.randn(2, 4)
+        call(x)
+        model(x)
+        for each in (sharded, model):
+            each.linear.auxiliary[0].backward()
+    assert_gradients_close(sharded, model)
+    assert not any(group.is_unsharded for group in sharded.fsdp_parameter_groups)
+
+
+class WritesItsLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, losses: list[torch.Tensor]) -> torch.Tensor:
+        losses.append((x * self.linear.weight[0]).square().sum())
         return x.detach()
 
 
 @distributed(2)
 def test_a_loss_that_is_no_output_is_an_error_by_name_and_not_garbage() -> None:
     """The gradient of the weight reads only the input, so torch itself notices nothing."""
-    model = KeepsItsLoss()
+    model, losses = WritesItsLoss(), []
     fully_shard(model, cpu_mesh())
-    model(torch.randn(2, 4))
+    model(torch.randn(2, 4), losses)
     with pytest.raises(RuntimeError, match=r"'linear\.weight' got a gradient although nothing"):
-        model.auxiliary.backward()
+        losses[0].backward()
 
 
 @distributed(2)
