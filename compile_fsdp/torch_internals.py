@@ -75,11 +75,11 @@ def without_compile_wrapper(module: nn.Module) -> nn.Module:
     return module if wrapped is None else wrapped
 
 
-<<<<<<< HEAD
 def version_of(tensor: torch.Tensor) -> int:
     """How often ``tensor`` or a view of it was written in place; autograd's own count."""
     return tensor._version
-=======
+
+
 def compilation_in_progress() -> tuple[str, str | None]:
     """Dynamo's name for the compilation that runs now ("0/1"), and which guard of the code that
     was compiled before failed (None when there was none).
@@ -168,4 +168,3 @@ def compiling_aside() -> Iterator[dict[str, Any]]:
         finally:
             sizes.clear()
             sizes.update(before)
->>>>>>> 8634f6b (wip: explanations: capture and explain)
