@@ -27,6 +27,8 @@ class FsdpContext(GroupContext):
         root: the root's number in the names of its groups.
     """
 
+    is_driven = True
+
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.root = 0

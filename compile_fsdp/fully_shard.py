@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
@@ -77,6 +78,7 @@ def fully_shard(
         NotImplementedError: a feature of the signature that is not available yet.
     """
     _check_types(module, mesh, placements, mixed_precision_policy)
+    _check_options(grad_scale, shard_layout, parameter_to_owner)
     module = without_compile_wrapper(module)
     placements = placements if placements is not None else _default_placements(mesh)
     dp_mesh = _data_parallel_mesh(mesh, placements)
@@ -162,6 +164,25 @@ def _check_types(
                 f"fully_shard: {name} must be a {expected.__name__}"
                 f"{' or None' if optional else ''}, got {type(value).__name__}"
             )
+
+
+def _check_options(grad_scale: object, shard_layout: object, owners: object) -> None:
+    if isinstance(grad_scale, bool) or not isinstance(grad_scale, (int, float)):
+        raise TypeError(
+            f"fully_shard: grad_scale must be a number, got {type(grad_scale).__name__}"
+        )
+    if not math.isfinite(grad_scale):
+        raise ValueError(f"fully_shard: grad_scale must be finite, got {grad_scale}")
+    if not isinstance(shard_layout, ShardLayout):
+        raise TypeError(
+            f"fully_shard: shard_layout must be a ShardLayout, got {shard_layout!r}; pass "
+            "ShardLayout.PADDED or ShardLayout.PACKED"
+        )
+    if owners is not None and not isinstance(owners, Mapping):
+        raise TypeError(
+            "fully_shard: parameter_to_owner must be a mapping from parameters to ranks or None, "
+            f"got {type(owners).__name__}"
+        )
 
 
 def _check_not_sharded(module: nn.Module, owned: Mapping[str, nn.Parameter]) -> None:

@@ -47,8 +47,12 @@ class GroupContext:
 
     Attributes:
         is_last_microbatch: whether a backward that runs now ends an optimizer step.
+        is_driven: whether somebody calls `wait_for_reductions` when a backward ends. A group used
+            by itself has no such driver, and its reductions are waited for at once.
         eager_depth: how many hooked forwards of this root are on the Python stack.
     """
+
+    is_driven = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -109,6 +113,13 @@ class GroupContext:
         while len(self._in_flight) > 2:
             event, _ = self._in_flight.popleft()
             event.wait()
+        if not self.is_driven:
+            self.wait_for_reductions()
+
+    def note_outer_reduction(self) -> None:
+        """A group has started an outer reduction."""
+        if not self.is_driven:
+            self.wait_for_reductions()
 
     def finish_at_end_of_backward(self) -> None:
         """Have `end_of_backward` called once when the running backward is over.

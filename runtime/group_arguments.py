@@ -3,24 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement
+from torch.distributed.tensor import Partial, Placement
 
-from .placement import TensorAtomic, strictest_shard
+from .dbuffer import DBuffer
+from .placement import (
+    Flat,
+    Placements,
+    RowAtomic,
+    TensorAtomic,
+    axis_names,
+    strictest_shard,
+)
+
+if TYPE_CHECKING:
+    from .parameter_group import FsdpParameterGroup
 
 
 def owners_of(
     originals: Mapping[nn.Parameter, Sequence[str]],
     placements: Sequence[Placement],
     parameter_to_owner: Mapping[nn.Parameter, int] | None,
+    mesh: DeviceMesh,
 ) -> list[int] | None:
     """The rank that holds each tensor whole, where the placements ask for that.
 
     Raises:
-        ValueError: a tensor has no owner.
+        TypeError: an owner is not a number.
+        ValueError: a tensor has no owner, or one that the mesh does not have.
     """
     if not isinstance(strictest_shard(placements), TensorAtomic):
         return None
@@ -32,8 +46,58 @@ def owners_of(
                 f"TensorAtomic keeps every parameter whole on one rank, but parameter {fqns[0]!r} "
                 "has no owner; pass parameter_to_owner={parameter: rank, ...} with all of them"
             )
+        if isinstance(owner, bool) or not isinstance(owner, int):
+            raise TypeError(
+                f"parameter_to_owner of parameter {fqns[0]!r}: expected a rank, found {owner!r} of "
+                f"type {type(owner).__name__}"
+            )
+        if not 0 <= owner < mesh.size():
+            raise ValueError(
+                f"parameter_to_owner of parameter {fqns[0]!r}: expected a rank of the mesh axis "
+                f"{axis_names(mesh)[0]!r}, 0..{mesh.size() - 1}, found {owner}"
+            )
         owners.append(owner)
     return owners
+
+
+PlacementTuple = tuple[Placement, ...]
+
+
+def legal_placements(
+    mesh: DeviceMesh,
+    parameter: Sequence[Placement],
+    gradient: Sequence[Placement],
+    optimizer: Sequence[Placement],
+) -> tuple[PlacementTuple, PlacementTuple, PlacementTuple]:
+    """The placements of a group on all axes of ``mesh``.
+
+    ``Flat`` allows any cut, and a group makes one between rows: the DTensors that optimizers see
+    cannot express parts of rows.
+
+    Raises:
+        TypeError, ValueError: see `compile_fsdp.runtime.placement.Placements`.
+    """
+    legal = Placements(axis_names(mesh), tuple(parameter), tuple(gradient), tuple(optimizer))
+    whole_rows = [
+        tuple(RowAtomic() if isinstance(each, Flat) else each for each in placements)
+        for placements in (legal.parameter, legal.gradient, legal.optimizer)
+    ]
+    return whole_rows[0], whole_rows[1], whole_rows[2]
+
+
+def check_partial(partial: DBuffer, group: FsdpParameterGroup) -> None:
+    """Raise ValueError unless ``partial`` is a full gradient buffer of ``group``."""
+    for what, expected, found in (
+        ("layout", group.layout, partial.layout),
+        ("placements", (Partial("avg"),) * group.mesh.ndim, partial.placements),
+        ("dtype", group.grad_comm_dtype, partial.dtype),
+    ):
+        if expected is not found and expected != found:
+            raise ValueError(
+                f"parameter group {group.label or group.name!r}: a partial gradient buffer must "
+                f"have {what} {expected}, found {found}; make it with "
+                "allocate_partial_grad_buffer()"
+            )
 
 
 def unique_parameters(

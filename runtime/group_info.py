@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from .parameter_group import FsdpParameterGroup
 
 
 @dataclass(frozen=True)
@@ -63,3 +67,23 @@ class GroupInfo:
         for axis_size in self.mesh_shape:
             size *= axis_size
         return size
+
+
+def describe(group: FsdpParameterGroup) -> GroupInfo:
+    """``group`` as plain data."""
+    return GroupInfo(
+        name=group.name,
+        label=group.label,
+        fqns=tuple(parameter.fqns for parameter in group.parameters),
+        shapes=tuple(tuple(shape) for shape in group.layout.tensor_shapes),
+        offsets=tuple(group.layout.tensor_to_offset),
+        full_numel=group.layout.size,
+        local_numel=group.model_weight.local.numel(),
+        dtype=group.dtype,
+        requires_grad=group.requires_grad,
+        trainable=group.trainable,
+        mesh_shape=tuple(group.mesh.shape),
+        grad_comm_dtype=group.grad_comm_dtype,
+        gathers=group.gathers,
+        finishes_later=group.finishes_later,
+    )

@@ -9,7 +9,7 @@ Both carry the user's attributes and a weak reference to the group.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.dlpack import from_dlpack
 
 from .torch_internals import dtensor_over, dtensor_parameter
+from .weights import GroupWeights
 
 if TYPE_CHECKING:
     from .parameter_group import FsdpParameterGroup
@@ -94,6 +95,34 @@ def rebind_sharded(parameter: FsdpParameter, shard: DTensor) -> None:
             "but somebody holds a weak reference to it or uses it in a graph; make it trainable "
             "before fully_shard, or before anything else refers to it"
         ) from error
+
+
+def bind_parameters(
+    group: FsdpParameterGroup,
+    originals: Mapping[nn.Parameter, Sequence[str]],
+    weights: GroupWeights,
+) -> tuple[FsdpParameter, ...]:
+    """Both forms of each of ``originals``, over ``weights``; ``full`` has no memory afterwards.
+
+    Args:
+        group: what they will lead to.
+        originals: the user's Parameters in tensor order, each with all of its names.
+        weights: the group's buffers.
+    """
+    bound = tuple(
+        bind_parameter(
+            group,
+            original,
+            tuple(fqns),
+            weights.full.get_local_tensor(index),
+            weights.main.get_dtensor(index),
+        )
+        for index, (original, fqns) in enumerate(originals.items())
+    )
+    if weights.gathers:
+        # Not before: a view cannot be made of released memory.
+        weights.full.release_storage()
+    return bound
 
 
 def get_containing_parameter_group(parameter: torch.Tensor) -> FsdpParameterGroup | None:

@@ -20,15 +20,21 @@ from torch.distributed.tensor import DTensor, Partial, Placement
 
 from .context import GroupContext
 from .dbuffer import DBuffer
-from .group_arguments import mesh_device, owners_of, unique_parameters
-from .group_info import GroupInfo
+from .group_arguments import (
+    check_partial,
+    legal_placements,
+    mesh_device,
+    owners_of,
+    unique_parameters,
+)
+from .group_info import GroupInfo, describe
 from .layout import make_layout
 from .main_gradient import MainGradient, pack_gradients
 from .mixed_precision import MixedPrecisionPolicy
 from .parameter import (
     _CONTAINING_PARAMETER_GROUP_ATTR,
     FsdpParameter,
-    bind_parameter,
+    bind_parameters,
     get_containing_parameter_group,
     rebind_sharded,
     savable,
@@ -76,8 +82,9 @@ class FsdpParameterGroup:
             padding and segments that differ.
 
     Raises:
-        ValueError: no parameter, parameters that differ in dtype or requires_grad, or a parameter
-            without an owner under ``TensorAtomic``.
+        ValueError: no parameter, parameters that differ in dtype or requires_grad, illegal
+            placements, or under ``TensorAtomic`` a parameter without an owner in the mesh.
+        TypeError: an owner is not a number.
         NotImplementedError: a feature of the signature that is not available yet.
     """
 
@@ -115,6 +122,9 @@ class FsdpParameterGroup:
         # may be followed by a step that nobody tells us of.
         self.syncs_with_optimizer = False
 
+        model_weight_placements, main_grad_placements, main_weight_placements = legal_placements(
+            mesh, model_weight_placements, main_grad_placements, main_weight_placements
+        )
         # The layout serves frozen weights too: they may become trainable.
         self._when_trainable = (main_grad_placements, main_weight_placements, precision)
         placements = (*model_weight_placements, *main_grad_placements, *main_weight_placements)
@@ -123,7 +133,7 @@ class FsdpParameterGroup:
             shard_count(mesh, main_weight_placements),
             shard=strictest_shard(placements),
             shard_layout=shard_layout,
-            owners=owners_of(originals, placements, parameter_to_owner),
+            owners=owners_of(originals, placements, parameter_to_owner, mesh),
             alignment=max(1, ALIGNMENT_BYTES // precision.smallest_itemsize(self.dtype)),
         )
         # Nothing updates a frozen weight: its main weight is its model weight.
@@ -140,29 +150,11 @@ class FsdpParameterGroup:
         )
         self._unsharding = Unsharding(self._weights)
         self.flat_leaf = nn.Parameter(self.model_weight.local, requires_grad=first.requires_grad)
-        self.parameters = self._bind_parameters(originals)
+        self.parameters = bind_parameters(self, originals, self._weights)
         self._trainability = Trainability(self.parameters)
         self._gradient = self._create_gradient() if self.requires_grad else None
 
     # Construction ------------------------------------------------------------------------------
-
-    def _bind_parameters(
-        self, originals: Mapping[nn.Parameter, Sequence[str]]
-    ) -> tuple[FsdpParameter, ...]:
-        bound = tuple(
-            bind_parameter(
-                self,
-                original,
-                tuple(fqns),
-                self._weights.full.get_local_tensor(index),
-                self.main_weight.get_dtensor(index),
-            )
-            for index, (original, fqns) in enumerate(originals.items())
-        )
-        if self._weights.gathers:
-            # Not before: a view cannot be made of released memory.
-            self._weights.full.release_storage()
-        return bound
 
     def _create_gradient(self) -> MainGradient:
         grad_placements, main_placements, precision = self._when_trainable
@@ -176,14 +168,8 @@ class FsdpParameterGroup:
         return MainGradient(allocate, main_placements, sharded, self._fqns)
 
     def _new_buffer(self, placements: Sequence[Placement], dtype: torch.dtype) -> DBuffer:
-        return DBuffer(
-            self.mesh,
-            placements,
-            self.layout.tensor_shapes,
-            dtype,
-            self.device,
-            layout=self.layout,
-        )
+        shapes, layout = self.layout.tensor_shapes, self.layout
+        return DBuffer(self.mesh, placements, shapes, dtype, self.device, layout=layout)
 
     # Buffers -----------------------------------------------------------------------------------
 
@@ -262,22 +248,12 @@ class FsdpParameterGroup:
     @property
     def info(self) -> GroupInfo:
         """This group as plain data, for passes and op fakes."""
-        return GroupInfo(
-            name=self.name,
-            label=self.label,
-            fqns=tuple(parameter.fqns for parameter in self.parameters),
-            shapes=tuple(tuple(shape) for shape in self.layout.tensor_shapes),
-            offsets=tuple(self.layout.tensor_to_offset),
-            full_numel=self.layout.size,
-            local_numel=self.model_weight.local.numel(),
-            dtype=self.dtype,
-            requires_grad=self.requires_grad,
-            trainable=self.trainable,
-            mesh_shape=tuple(self.mesh.shape),
-            grad_comm_dtype=self.grad_comm_dtype,
-            gathers=self._weights.gathers,
-            finishes_later=self._gradient is not None and self._gradient.needs_outer,
-        )
+        return describe(self)
+
+    @property
+    def finishes_later(self) -> bool:
+        """Whether the inner reduction leaves gradients that `reduce_outer_gradients` finishes."""
+        return self._gradient is not None and self._gradient.needs_outer
 
     # Trainable or frozen -----------------------------------------------------------------------
 
@@ -380,7 +356,7 @@ class FsdpParameterGroup:
     def acquire(self, phase: Phase | None = None) -> None:
         """Unshard, and hold: storage stays until as many `drop` calls."""
         self.unshard_parameters(phase)
-        self._unsharding.holders += 1
+        self._unsharding.hold()
 
     def drop(self) -> None:
         """Give one hold back; the last one releases the storage.
@@ -388,13 +364,7 @@ class FsdpParameterGroup:
         Raises:
             RuntimeError: nobody holds the group.
         """
-        if self._unsharding.holders == 0:
-            raise RuntimeError(
-                f"parameter group {self.label or self.name!r} was released more often than it was "
-                "unsharded; a graph or a hook ran twice for one unshard"
-            )
-        self._unsharding.holders -= 1
-        if self._unsharding.holders == 0:
+        if self._unsharding.drop(self.label or self.name):
             self.reshard_parameters()
 
     @property
@@ -451,13 +421,18 @@ class FsdpParameterGroup:
         The ``.grad`` of every unsharded parameter is None afterwards; parameters that had none
         are zero in ``partial``.
         """
+        gradients = self._take_gradients()
+        pack_gradients(partial, gradients, self._fqns)
+        return tuple(gradients)
+
+    def _take_gradients(self) -> dict[int, torch.Tensor]:
+        """The unsharded parameters' ``.grad`` by tensor index; they lose it."""
         gradients: dict[int, torch.Tensor] = {}
         for index, parameter in enumerate(self.parameters):
             if parameter.unsharded.grad is not None:
                 gradients[index] = parameter.unsharded.grad
                 parameter.unsharded.grad = None
-        pack_gradients(partial, gradients, self._fqns)
-        return tuple(gradients)
+        return gradients
 
     def reduce_gradients(self, gradients: Mapping[int, torch.Tensor] | None = None) -> None:
         """Pack gradients and start their inner reduction.
@@ -468,15 +443,11 @@ class FsdpParameterGroup:
         """
         with torch.inference_mode(False), torch.no_grad():
             if gradients is None:
-                if all(parameter.unsharded.grad is None for parameter in self.parameters):
-                    return
-                partial = self.allocate_partial_grad_buffer()
-                indices = self.copy_gradients_to_partial_buffer(partial)
-            else:
+                gradients = self._take_gradients()
+            if gradients:
                 partial = self.allocate_partial_grad_buffer()
                 pack_gradients(partial, gradients, self._fqns)
-                indices = tuple(gradients)
-            self.reduce_inner_gradients(partial, indices)
+                self.reduce_inner_gradients(partial, tuple(gradients))
 
     def reduce_inner_gradients(
         self, partial: DBuffer, indices: Sequence[int] | None = None
@@ -486,19 +457,18 @@ class FsdpParameterGroup:
         This contribution is multiplied by ``grad_scale``. The first contribution of a step
         writes ``main_grad``, later ones add. ``.grad`` of the parameters in ``indices`` (None:
         all) is bound to ``main_grad`` at once; its values are there after
-        ``context.wait_for_reductions()``.
+        ``context.wait_for_reductions()``, of a group that no driver runs at once.
+
+        Raises:
+            RuntimeError: the group is frozen.
+            ValueError: ``partial`` is not one of `allocate_partial_grad_buffer`.
         """
         if self._gradient is None:
             raise RuntimeError(f"parameter group {self.label!r} is frozen and has no gradients")
+        check_partial(partial, self)
         lane = self.context.lanes.reduce_inner
-        everything = range(len(self.parameters))
-        self._gradient.accumulate(
-            partial,
-            everything if indices is None else indices,
-            self.grad_scale,
-            lane,
-            label=self.label,
-        )
+        indices = range(len(self.parameters)) if indices is None else indices
+        self._gradient.accumulate(partial, indices, self.grad_scale, lane, label=self.label)
         if not self.syncs_with_optimizer:
             self._unsharding.maybe_stepped = True
         self.context.note_reduction(self, partial, lane.record_event())
@@ -510,11 +480,11 @@ class FsdpParameterGroup:
         reduction already finished them, or nothing is new.
         """
         if self._gradient is not None:
+            lanes = self.context.lanes
             with torch.inference_mode(False), torch.no_grad():
-                lanes = self.context.lanes
-                self._gradient.finish(
-                    lanes.reduce_outer, lanes.reduce_inner.record_event(), label=self.label
-                )
+                accumulated = lanes.reduce_inner.record_event()
+                self._gradient.finish(lanes.reduce_outer, accumulated, label=self.label)
+            self.context.note_outer_reduction()
 
     def forget_unreduced_gradients(self) -> None:
         """Drop what an interrupted backward left on the unsharded parameters, which no

@@ -80,6 +80,8 @@ class BlockAtomic(_DimZeroShard):
     """
 
     def __init__(self, rows: int) -> None:
+        if isinstance(rows, bool) or not isinstance(rows, int):
+            raise TypeError(f"BlockAtomic(rows): rows must be a whole number, got {rows!r}")
         if rows < 1:
             raise ValueError(f"BlockAtomic(rows) needs at least 1 row a block, got {rows}")
         super().__init__()

@@ -97,3 +97,21 @@ class Unsharding:
         self.is_unsharded = False
         self._ready = None
         self._ready_for.clear()
+
+    def hold(self) -> None:
+        """One more holds the full parameters."""
+        self.holders += 1
+
+    def drop(self, label: str) -> bool:
+        """One holder less; True if it was the last.
+
+        Raises:
+            RuntimeError: nobody holds them.
+        """
+        if self.holders == 0:
+            raise RuntimeError(
+                f"parameter group {label!r} was released more often than it was unsharded; a graph "
+                "or a hook ran twice for one unshard"
+            )
+        self.holders -= 1
+        return self.holders == 0

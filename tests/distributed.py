@@ -336,6 +336,8 @@ def _in_fresh_world(task: _Task) -> Any:
         timeout=limit,
     )
     try:
+        # A body that sends nothing could end, and close connections, while others still connect.
+        dist.barrier()
         return body(*arguments, **keywords)
     finally:
         _forget()
