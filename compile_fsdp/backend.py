@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import difflib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
@@ -137,30 +137,24 @@ def compile_fsdp(
         )
     groups = groups_in(gm)
     _check_modules(groups)
-    policy = _policy(parsed, groups)
-    compilation = Compilation(gm, groups, policy)
+    whole = _whole_models(groups)
+    compilation = Compilation(gm, groups, _policy(parsed, whole))
+    passes: dict[str, Any] = {
+        "groups": groups,
+        "policy": compilation.policy,
+        "whole_model": whole.keys() == groups.keys(),
+    }
+    seen: dict[str, Any] = {"verify": parsed.verify, "observer": compilation.observe}
     original = copy.deepcopy(gm) if groups else gm
     if parsed.inner == "aot_eager":
-        compiled = pipeline.compile_with_aot_eager(
-            gm,
-            example_inputs,
-            groups=groups,
-            policy=policy,
-            verify=parsed.verify,
-            observer=compilation.observe,
-        )
+        compiled = pipeline.compile_with_aot_eager(gm, example_inputs, **seen, **passes)
     else:
+        patches = _inductor_config(parsed)
         compiled = pipeline.compile_with_inductor(
-            gm,
-            example_inputs,
-            groups=groups,
-            policy=policy,
-            verify=parsed.verify,
-            observer=compilation.observe,
-            config_patches=_inductor_config(parsed),
+            gm, example_inputs, config_patches=patches, **seen, **passes
         )
     if groups:
-        compiled = _following_flags(compiled, original, groups, policy)
+        compiled = _following_flags(compiled, original, passes)
     return compilation.announcing(compiled)
 
 
@@ -176,8 +170,7 @@ def _inductor_config(options: CompileOptions) -> dict[str, Any]:
 def _following_flags(
     compiled: Callable[..., Any],
     original: torch.fx.GraphModule,
-    groups: Mapping[str, GroupInfo],
-    policy: Policy,
+    passes: Mapping[str, Any],
 ) -> Callable[..., Any]:
     """``compiled``, which sees that a parameter has been frozen or made trainable.
 
@@ -185,16 +178,15 @@ def _following_flags(
     what Dynamo guards on, so the next call compiles anew; but this one's guards have been
     evaluated. It runs the same graph with the flags of now, operator by operator.
     """
-    trainable = {name: info.trainable for name, info in groups.items()}
+    trainable = {name: info.trainable for name, info in passes["groups"].items()}
 
     @functools.wraps(compiled)
     def call(*args: Any) -> Any:
         now = {name: flags_of(name) for name in trainable}
         if now == trainable:
             return compiled(*args)
-        once = pipeline.compile_with_aot_eager(
-            copy.deepcopy(original), args, groups=groups_in(original), policy=policy
-        )
+        again = {**passes, "groups": groups_in(original)}
+        once = pipeline.compile_with_aot_eager(copy.deepcopy(original), args, **again)
         return once(*args)
 
     def flags_of(name: str) -> tuple[bool, ...]:
@@ -211,18 +203,23 @@ def _check_modules(groups: Mapping[str, GroupInfo]) -> None:
         check_all_managed(cast(FsdpParameterGroup, registry.lookup(name)).owning_module)
 
 
-def _policy(options: CompileOptions, groups: Mapping[str, GroupInfo]) -> Policy:
-    """The policy for one graph, checked against the whole models that its groups belong to.
-
-    A graph may hold a part of a model, so an option may speak of groups that are not in it.
-    """
+def _whole_models(groups: Iterable[str]) -> dict[str, FsdpParameterGroup]:
+    """All groups of the models that ``groups`` are a part of, by name: a program with graph breaks
+    compiles its model in parts."""
     live = [cast(FsdpParameterGroup, registry.lookup(name)) for name in groups]
     contexts = dict.fromkeys(group.context for group in live)
-    policy = options.policy(live[0].device.type if live else "cpu")
-    whole = {group.name: group.info for context in contexts for group in context.groups()}
+    return {group.name: group for context in contexts for group in context.groups()}
+
+
+def _policy(options: CompileOptions, models: Mapping[str, FsdpParameterGroup]) -> Policy:
+    """What the options ask, checked against all groups of the models: they may speak of groups that
+    are not in the graph at hand."""
+    device = next(iter(models.values())).device.type if models else "cpu"
+    policy = options.policy(device)
+    infos = {name: group.info for name, group in models.items()}
     try:
-        policy.check_groups([info.label for info in whole.values()])
-        policy.check_budget(group_facts(whole))
+        policy.check_groups([info.label for info in infos.values()])
+        policy.check_budget(group_facts(infos))
     except ValueError as error:
         raise ValueError(f"compile_fsdp: {error}") from None
     return policy

@@ -88,7 +88,7 @@ class FsdpContext(GroupContext):
             return ()
         on_demand = tuple(self._on_demand)
         self._drop_on_demand()
-        self._drop_unheld()
+        self._drop_unheld(also_kept=False)
         return on_demand
 
     def drop_leftovers(self) -> None:
@@ -122,10 +122,10 @@ class FsdpContext(GroupContext):
         if following is not None:
             following.prefetch(phase)
 
-    def _drop_unheld(self) -> None:
-        """Prefetched for somebody who never came."""
+    def _drop_unheld(self, *, also_kept: bool = True) -> None:
+        """Prefetched for somebody who never came, or kept by a forward for one."""
         for group in self.groups():
-            if group.is_unsharded and not group.is_held:
+            if group.is_unsharded and not group.is_held and (also_kept or not group.is_kept):
                 group.reshard_parameters()
 
     def _drop_on_demand(self) -> None:

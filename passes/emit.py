@@ -16,7 +16,17 @@ from .reduce import (
     write_reduce_outer,
     write_wait_reductions,
 )
-from .steps import ReduceInner, ReduceOuter, Release, Schedule, Step, Unshard, Wait, WaitReductions
+from .steps import (
+    Keep,
+    ReduceInner,
+    ReduceOuter,
+    Release,
+    Schedule,
+    Step,
+    Unshard,
+    Wait,
+    WaitReductions,
+)
 from .unshard import erase_markers, write_release, write_unshard, write_wait
 from .uses import GraphUses
 
@@ -24,6 +34,7 @@ _WRITERS: Mapping[type[Step], Callable[[GraphWriter, Any], Node]] = {
     Unshard: write_unshard,
     Wait: write_wait,
     Release: write_release,
+    Keep: write_release,
     ReduceInner: write_reduce_inner,
     ReduceOuter: write_reduce_outer,
     WaitReductions: write_wait_reductions,

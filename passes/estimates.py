@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -83,3 +84,21 @@ class Timeline:
     def exposed(self) -> float:
         """Seconds in which compute waits for communication."""
         return self.total - self.compute
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """Which groups stay unsharded between a forward and its backward.
+
+    Attributes:
+        kept: their names, in the order in which backward takes them over.
+        reasons: for every group that both read, what was decided and why.
+        peak: the most bytes that forward and backward together hold, shards and their gradients
+            among them, if nothing but what checkpointing drops is recomputed.
+        over_budget: bytes by which that exceeds the budget.
+    """
+
+    kept: tuple[str, ...] = ()
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    peak: int = 0
+    over_budget: int = 0

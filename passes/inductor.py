@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.fx import Graph
 
-from .pipeline import PassOptions, prepare_joint_graph
+from .pipeline import PassOptions
 from .torch_internals import custom_graph_pass, inductor_config_value, inference_aware_graph_pass
 from .uses import graph_kind
 
@@ -25,7 +25,7 @@ class JointPass(_CustomGraphPass):  # type: ignore[misc]
         self._options = options
 
     def __call__(self, graph: Graph) -> None:
-        prepare_joint_graph(graph)
+        self._options.prepare(graph)
 
     def uuid(self) -> str:
         """Part of Inductor's cache key."""

@@ -7,7 +7,7 @@ unless it sees a mutation. Two lowerings tell it what it cannot know:
     The buffer belongs to the runtime, which takes its memory away at ``release``. Inductor must
     never give that memory to another tensor after the last read.
 
-``wait``, ``release``
+``wait``, ``release``, ``keep``
     Pointwise reads are kept unevaluated until something needs them. Before a buffer is mutated
     Inductor evaluates the pending reads of it, but for an opaque op it does so when that op has
     its place in the order already (seen on torch 2.13): a LayerNorm's read of its weight came
@@ -43,3 +43,4 @@ def register() -> None:
     lower_opaque_op(ops.unshard.default, unshard)
     lower_opaque_op(ops.wait.default, mutate)
     lower_opaque_op(ops.release.default, mutate)
+    lower_opaque_op(ops.keep.default, mutate)

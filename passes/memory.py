@@ -27,8 +27,8 @@ def memory_curve(
     size = len(facts.names)
     return MemoryCurve(
         activations=activations(facts.nodes, size),
-        gathered=_filled(size, _gathered(steps, facts, groups)),
-        gradients=_filled(size, _packed(steps, size, groups)),
+        gathered=filled(size, _gathered(steps, facts, groups)),
+        gradients=filled(size, _packed(steps, size, groups)),
         state=sum(group.state_bytes for group in groups.values()),
     )
 
@@ -36,7 +36,7 @@ def memory_curve(
 def activations(nodes: Sequence[NodeFacts], size: int) -> tuple[int, ...]:
     """Bytes of the nodes' own results, by position."""
     intervals = ((at, node.last + 1, node.allocates) for at, node in enumerate(nodes))
-    return _filled(size, (row for row in intervals if row[2]))
+    return filled(size, (row for row in intervals if row[2]))
 
 
 def _gathered(
@@ -67,7 +67,7 @@ def _packed(
     ]
 
 
-def _filled(size: int, intervals: Iterable[tuple[int, int, int]]) -> tuple[int, ...]:
+def filled(size: int, intervals: Iterable[tuple[int, int, int]]) -> tuple[int, ...]:
     """The sum of intervals ``(first, past the last, bytes)`` at each position."""
     changes = [0] * (size + 1)
     for first, past, amount in intervals:

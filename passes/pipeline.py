@@ -25,9 +25,11 @@ from compile_fsdp.runtime.group_info import GroupInfo
 
 from .emit import write_schedule
 from .facts import GraphKind
+from .joint import decide_keeping, keeping_noted
 from .listing import listing
+from .policy import Policy
 from .recompute import mark_recompute
-from .schedule import Policy, plan
+from .schedule import plan
 from .steps import Schedule
 from .tally import check_gradients, note_gradients
 from .torch_internals import aot_autograd_compile, boxed, inductor_compile
@@ -53,12 +55,19 @@ class PassOptions:
         policy: what the user asked of the schedule.
         verify: whether to prove each rewritten graph right.
         observer: told about each rewritten graph.
+        whole_model: ``groups`` are all groups of the model: nothing else of it runs between a
+            forward and its backward.
     """
 
     groups: Mapping[str, GroupInfo]
     policy: Policy
     verify: bool = False
     observer: Observer | None = None
+    whole_model: bool = False
+
+    def prepare(self, joint: Graph) -> None:
+        """`prepare_joint_graph` with these options."""
+        prepare_joint_graph(joint, self.groups, self.policy, whole_model=self.whole_model)
 
     def rewrite(self, graph: Graph, kind: GraphKind) -> None:
         """`rewrite` one graph with these options."""
@@ -74,7 +83,8 @@ class PassOptions:
         digest = hashlib.sha256()
         for path in _sources():
             digest.update(path.read_bytes())
-        digest.update(repr((self.policy, sorted(self.groups.items()))).encode())
+        groups = sorted(self.groups.items())
+        digest.update(repr((self.policy, self.whole_model, groups)).encode())
         return digest.hexdigest()
 
 
@@ -106,7 +116,7 @@ def rewrite(
     clone_escaping_views(graph)
     uses = find_uses(graph, groups, kind)
     check_gradients(graph, uses)
-    schedule = plan(uses.facts, group_facts(groups), policy)
+    schedule = plan(uses.facts, group_facts(groups), policy, keeping_noted(graph))
     write_schedule(graph, uses, groups, schedule)
     if verify:
         verify_graph(graph, uses.facts, groups, schedule)
@@ -114,10 +124,16 @@ def rewrite(
     return schedule
 
 
-def prepare_joint_graph(graph: Graph) -> None:
-    """What must be known before a joint graph is split into forward and backward."""
-    mark_recompute(graph)
+def prepare_joint_graph(
+    graph: Graph, groups: Mapping[str, GroupInfo], policy: Policy, *, whole_model: bool = False
+) -> None:
+    """What must be known before a joint graph is split into forward and backward.
+
+    Arguments as of `PassOptions`.
+    """
+    parameters = mark_recompute(graph)
     note_gradients(graph)
+    decide_keeping(graph, parameters, groups, policy, whole_model=whole_model)
 
 
 def compile_with_inductor(
@@ -128,6 +144,7 @@ def compile_with_inductor(
     policy: Policy,
     verify: bool = False,
     observer: Observer | None = None,
+    whole_model: bool = False,
     config_patches: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """Compile a Dynamo graph with Inductor, communication included.
@@ -135,7 +152,7 @@ def compile_with_inductor(
     Args:
         gm: the graph, with parameter markers.
         inputs: fake or real inputs, as Dynamo passes them to a backend.
-        groups, policy, verify, observer: see `PassOptions`.
+        groups, policy, verify, observer, whole_model: see `PassOptions`.
         config_patches: Inductor config values for this compilation. Custom passes given here, or
             in Inductor's global config, run before these passes.
 
@@ -146,7 +163,7 @@ def compile_with_inductor(
     from .inductor import with_passes
 
     lowerings.register()
-    options = PassOptions(groups, policy, verify, observer)
+    options = PassOptions(groups, policy, verify, observer, whole_model)
     return inductor_compile(gm, inputs, with_passes(options, config_patches or {}))
 
 
@@ -158,6 +175,7 @@ def compile_with_aot_eager(
     policy: Policy,
     verify: bool = False,
     observer: Observer | None = None,
+    whole_model: bool = False,
 ) -> Callable[..., Any]:
     """Compile a Dynamo graph into forward and backward graphs that run op by op.
 
@@ -168,10 +186,10 @@ def compile_with_aot_eager(
         min_cut_rematerialization_partition,
     )
 
-    options = PassOptions(groups, policy, verify, observer)
+    options = PassOptions(groups, policy, verify, observer, whole_model)
 
     def partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
-        prepare_joint_graph(joint.graph)
+        options.prepare(joint.graph)
         return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
 
     def compiler(kind: GraphKind) -> Callable[[GraphModule, Sequence[Any]], Any]:

@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .aliases import is_view_of
-from .targets import CLONE, is_call, is_marker
+from .targets import CLONE, is_call, is_marker, parameter_key
 
 _COPIES = (
     CLONE,
@@ -26,24 +26,31 @@ _COPIES = (
 )
 
 
-def mark_recompute(graph: Graph) -> None:
-    """Mark markers, and the views, casts and copies of them, to be recomputed in backward."""
-    marked: dict[Node, None] = {}
+def mark_recompute(graph: Graph) -> dict[Node, str]:
+    """Mark markers, and the views, casts and copies of them, to be recomputed in backward.
+
+    Returns:
+        The marked nodes, in graph order, each with the group that it is a parameter of.
+    """
+    marked: dict[Node, str] = {}
     for node in graph.nodes:
-        if is_marker(node) or _is_copy_or_view_of(node, marked):
-            marked[node] = None
-            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-            # One marker may serve two checkpointed regions; by their numbers the partitioner
-            # would take it for a result that the first one passes to the second, and save it.
-            node.meta.pop("ac_graph_id", None)
+        base = node if is_marker(node) else _copied_or_viewed(node, marked)
+        if base is None:
+            continue
+        marked[node] = parameter_key(node)[0] if base is node else marked[base]
+        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        # One marker may serve two checkpointed regions; by their numbers the partitioner
+        # would take it for a result that the first one passes to the second, and save it.
+        node.meta.pop("ac_graph_id", None)
+    return marked
 
 
-def _is_copy_or_view_of(node: Node, bases: Mapping[Node, None]) -> bool:
-    """Whether ``node`` copies or views one of ``bases`` and reads no other tensor."""
+def _copied_or_viewed(node: Node, bases: Mapping[Node, str]) -> Node | None:
+    """The one of ``bases`` that ``node`` copies or views, if it reads no other tensor."""
     tensors = [argument for argument in node.all_input_nodes if _is_tensor(argument)]
     if len(tensors) != 1 or tensors[0] not in bases:
-        return False
-    return is_call(node, *_COPIES) or is_view_of(node, tensors[0])
+        return None
+    return tensors[0] if is_call(node, *_COPIES) or is_view_of(node, tensors[0]) else None
 
 
 def _is_tensor(node: Node) -> bool:

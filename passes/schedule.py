@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from .estimates import Keeping
 from .facts import GraphFacts, GraphKind, GroupFacts
 from .memory import memory_curve
 from .policy import Policy
@@ -50,12 +51,14 @@ from .timeline import timeline
 
 __all__ = ["Policy", "plan"]
 
+NOTHING_KEPT = Keeping()
+
 
 def plan(
     facts: GraphFacts,
     groups: Mapping[str, GroupFacts],
     policy: Policy,
-    reasons: Mapping[str, str] | None = None,
+    keeping: Keeping = NOTHING_KEPT,
 ) -> Schedule:
     """Plan the communication of one graph.
 
@@ -63,7 +66,7 @@ def plan(
         facts: what the graph reads and produces.
         groups: the groups of the model by name; may hold more than the graph uses.
         policy: what the user asked for.
-        reasons: why groups are kept between forward and backward, or not (see `keep`).
+        keeping: what was decided on the joint graph, for its reasons (see `keep`).
 
     Returns:
         The schedule; it has no steps when the graph uses no group.
@@ -73,10 +76,9 @@ def plan(
     """
     intervals = _intervals(facts)
     reductions = _reductions(facts)
-    reasons = reasons or {}
     slots = [
         *_gather_slots(intervals, facts, groups, policy),
-        *_release_slots(intervals, facts, groups, reasons),
+        *_release_slots(intervals, facts, groups, keeping.reasons),
         *_reduction_slots(reductions, facts, groups),
     ]
     # Slots that compare equal keep the order in which they were listed.
@@ -94,7 +96,7 @@ def plan(
         memory=memory_curve(steps, facts, known),
         timeline=timeline(steps, facts, known, policy.costs, kept=kept),
         budget=policy.budget_bytes,
-        reasons={name: reasons[name] for name in used if name in reasons},
+        keeping=keeping,
     )
 
 

@@ -22,6 +22,7 @@ from torch.fx import Graph, Node
 
 from .aliases import is_view_of
 from .targets import (
+    KEEP,
     REDUCE_INNER,
     RELEASE,
     WAIT,
@@ -50,12 +51,12 @@ def show(graph: Graph) -> str:
 
 def _call(node: Node) -> str:
     call = f"{op_name(node)}({', '.join(_operands(node))})"
-    return call if is_call(node, WAIT, RELEASE, WAIT_REDUCTIONS) else f"{node.name} = {call}"
+    return call if is_call(node, WAIT, RELEASE, KEEP, WAIT_REDUCTIONS) else f"{node.name} = {call}"
 
 
 def _order(node: Node) -> list[Node]:
     """What a step names for no other reason than order."""
-    if is_call(node, RELEASE, WAIT_REDUCTIONS):
+    if is_call(node, RELEASE, KEEP, WAIT_REDUCTIONS):
         return []
     return cast(list[Node], node.args[-1])
 

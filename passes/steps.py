@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar
 
-from .estimates import MemoryCurve, Timeline
+from .estimates import Keeping, MemoryCurve, Timeline
 from .facts import GraphFacts, GraphKind, GroupFacts
 
 
@@ -134,7 +134,7 @@ class Schedule:
         memory: modelled live bytes, by position.
         timeline: modelled times, by step.
         budget: the bytes that the policy allows a rank, None where it names no number.
-        reasons: what was decided for each group as a whole (kept or released), and why.
+        keeping: which groups stay unsharded between forward and backward, and why.
     """
 
     steps: tuple[Step, ...]
@@ -143,7 +143,7 @@ class Schedule:
     memory: MemoryCurve = field(default_factory=MemoryCurve)
     timeline: Timeline = field(default_factory=Timeline)
     budget: int | None = None
-    reasons: Mapping[str, str] = field(default_factory=dict, compare=False)
+    keeping: Keeping = field(default_factory=Keeping)
 
     @property
     def kind(self) -> GraphKind:
@@ -156,6 +156,12 @@ class Schedule:
         if self.budget is None:
             return 0
         return max(0, self.memory.state + self.memory.peak - self.budget)
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Why the groups of this graph are kept between forward and backward, or not."""
+        found = self.keeping.reasons
+        return {name: found[name] for name in self.groups if name in found}
 
     @property
     def sequence(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -187,7 +193,7 @@ class Schedule:
             for name in ("compute", "communication", "exposed", "total")
         }
         parts = {"kind": self.kind.value, "steps": rows, "memory": memory, "seconds": seconds}
-        return json.dumps({**parts, "reasons": dict(self.reasons)}, indent=1)
+        return json.dumps({**parts, "keeping": asdict(self.keeping)}, indent=1)
 
     def __str__(self) -> str:
         """The table of the module's docstring, below a line of totals."""

@@ -20,11 +20,12 @@ PARAMETER_GRAD: Any = _ops.parameter_grad.default
 UNSHARD: Any = _ops.unshard.default
 WAIT: Any = _ops.wait.default
 RELEASE: Any = _ops.release.default
+KEEP: Any = _ops.keep.default
 REDUCE_INNER: Any = _ops.reduce_inner.default
 REDUCE_OUTER: Any = _ops.reduce_outer.default
 WAIT_REDUCTIONS: Any = _ops.wait_reductions.default
 
-COMMUNICATION = (UNSHARD, WAIT, RELEASE, REDUCE_INNER, REDUCE_OUTER, WAIT_REDUCTIONS)
+COMMUNICATION = (UNSHARD, WAIT, RELEASE, KEEP, REDUCE_INNER, REDUCE_OUTER, WAIT_REDUCTIONS)
 
 AS_STRIDED: Any = torch.ops.aten.as_strided.default
 CLONE: Any = torch.ops.aten.clone.default
@@ -55,6 +56,11 @@ def parameter_key(marker: Node) -> ParameterKey:
     """The parameter that a marker, or a gradient marker, stands for."""
     _, group, index, *_ = marker.args
     return cast(str, group), cast(int, index)
+
+
+def is_kept(marker: Node) -> bool:
+    """Whether the joint graph decided to keep the group of a marker for the backward graph."""
+    return bool(marker.args[3]) if len(marker.args) > 3 else False
 
 
 def is_communication(node: Node) -> bool:

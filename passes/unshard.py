@@ -18,10 +18,11 @@ from torch.fx import Graph, Node
 
 from .aliases import AliasTree, alias_trees
 from .graph_writer import GraphWriter, insert_call, refresh_value
-from .steps import Release, Unshard, Wait
+from .steps import Keep, Release, Unshard, Wait
 from .targets import (
     AS_STRIDED,
     CLONE,
+    KEEP,
     RELEASE,
     UNSHARD,
     WAIT,
@@ -76,10 +77,11 @@ def write_wait(writer: GraphWriter, step: Wait) -> Node:
 
 
 def write_release(writer: GraphWriter, step: Release) -> Node:
-    """Write ``release(full, group)``."""
+    """Write ``release(full, group)``, or ``keep(full, group)``."""
     full = writer.full[step.group]
-    name = writer.readable("release", step.group)
-    writer.call(RELEASE, full, step.group, before=writer.place(step), name=name)
+    name = writer.readable(step.op, step.group)
+    target = KEEP if isinstance(step, Keep) else RELEASE
+    writer.call(target, full, step.group, before=writer.place(step), name=name)
     return full
 
 

@@ -27,7 +27,7 @@ from .gradients import (
     gradients_by_parameter,
     marked_gradient,
 )
-from .targets import ParameterKey, has_tangents, is_marker, is_primal, parameter_key
+from .targets import ParameterKey, has_tangents, is_kept, is_marker, is_primal, parameter_key
 from .workload import node_facts
 
 
@@ -90,6 +90,7 @@ def find_uses(graph: Graph, groups: Mapping[str, GroupInfo], kind: GraphKind) ->
         gradients=tuple(gradients),
         gradient_outputs=tuple(total.output for total in sums if not total.rest),
         nodes=node_facts(nodes, held_inputs(nodes, kind)),
+        kept=_kept_groups(trees, kind),
     )
     return GraphUses(
         facts=facts,
@@ -140,6 +141,14 @@ def _state_bytes(info: GroupInfo) -> int:
     ranks = info.mesh_shape[-1] if info.gathers else 1
     gradient = info.grad_comm_dtype.itemsize if info.requires_grad else 0
     return -(-info.full_numel // ranks) * (info.dtype.itemsize + gradient)
+
+
+def _kept_groups(trees: Sequence[AliasTree], kind: GraphKind) -> tuple[str, ...]:
+    """Nothing comes after an evaluation."""
+    if kind is GraphKind.INFERENCE:
+        return ()
+    kept = (parameter_key(tree.root)[0] for tree in trees if is_kept(tree.root))
+    return tuple(dict.fromkeys(kept))
 
 
 def _parameter_use(tree: AliasTree, position: Mapping[Node, int]) -> ParameterUse:

@@ -37,6 +37,7 @@ from .steps import GroupStep, Schedule, Step, WaitReductions
 from .targets import (
     ADD,
     AS_STRIDED,
+    KEEP,
     REDUCE_INNER,
     REDUCE_OUTER,
     RELEASE,
@@ -124,7 +125,7 @@ def _check_lifetimes(graph: _Rewritten) -> None:
         full, group = tree.root, _group_of(tree.root)
         if gathers[group] != 1:
             raise VerificationError(f"group {group!r} is gathered {gathers[group]} times")
-        life = (full, _only_user(full, WAIT), _only_user(full, RELEASE))
+        life = (full, _only_user(full, WAIT), _only_user(full, RELEASE, KEEP))
         if [graph.position[node] for node in life] != sorted(graph.position[n] for n in life):
             found = sorted(life, key=graph.position.__getitem__)
             raise VerificationError(
@@ -139,12 +140,13 @@ def _check_lifetimes(graph: _Rewritten) -> None:
                 )
 
 
-def _only_user(full: Node, target: object) -> Node:
+def _only_user(full: Node, *targets: object) -> Node:
     """The one node that waits for, or releases, a gathered buffer."""
-    found = [user for user in full.users if is_call(user, target) and user.args[0] is full]
+    found = [user for user in full.users if is_call(user, *targets) and user.args[0] is full]
     if len(found) != 1:
         raise VerificationError(
-            f"buffer {full.name} of group {_group_of(full)!r} needs one {target}, found "
+            f"buffer {full.name} of group {_group_of(full)!r} needs one "
+            f"{' or '.join(map(str, targets))}, found "
             f"{[node.name for node in found]}"
         )
     return found[0]
@@ -181,7 +183,7 @@ def _check_readers(graph: _Rewritten) -> None:
 
 def _check_reads_in_lifetime(graph: _Rewritten, buffer: AliasTree) -> None:
     full = buffer.root
-    wait, release = _only_user(full, WAIT), _only_user(full, RELEASE)
+    wait, release = _only_user(full, WAIT), _only_user(full, RELEASE, KEEP)
     views = dict.fromkeys(buffer.aliases)
     for reader in buffer.readers:
         read = [argument for argument in reader.all_input_nodes if argument in views]
@@ -375,7 +377,7 @@ def _check_order_by_arguments(graph: _Rewritten) -> None:
     for node in graph.communication:
         if is_call(node, WAIT_REDUCTIONS):
             continue
-        if not is_call(node, RELEASE):
+        if not is_call(node, RELEASE, KEEP):
             for earlier in pending:
                 if not earlier_steps.of(node, earlier):
                     raise VerificationError(

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import flop_registry
 
 from .aliases import is_view_of
@@ -18,23 +19,29 @@ from .facts import NodeFacts
 from .targets import is_gradient_marker, is_marker
 from .torch_internals import hinted_size
 
+_RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+
 # The CPU's kernel has no formula of its own in torch's table, and the same arguments.
 _SAME_FORMULA = {
     "aten._scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_flash_attention",
 }
 
 
-def node_facts(nodes: Sequence[Node], held: Mapping[Node, None]) -> tuple[NodeFacts, ...]:
+def node_facts(
+    nodes: Sequence[Node], held: Mapping[Node, None], backward: Mapping[Node, None] | None = None
+) -> tuple[NodeFacts, ...]:
     """The costs of ``nodes``, a whole graph in order.
 
     Args:
         nodes: all nodes, the output last.
         held: graph inputs that stay alive whatever the graph does (the caller holds them): flat
             shards, and the user's own tensors in a forward graph. They count for nothing.
+        backward: in a joint graph, the nodes that compute gradients. What activation checkpointing
+            drops does not live on for those.
 
     Markers of parameters and of gradients cost nothing: the schedule accounts for their memory.
     """
-    memory = _Memory(held)
+    memory = _Memory(held, backward or {})
     for position, node in enumerate(nodes):
         memory.visit(node, position)
     return tuple(
@@ -58,17 +65,20 @@ class _Memory:
         computes: whether a node computes anything: it is no view, marker or input.
     """
 
-    def __init__(self, held: Mapping[Node, None]) -> None:
+    def __init__(self, held: Mapping[Node, None], backward: Mapping[Node, None]) -> None:
         self.held = held
+        self.backward = backward
         self.allocates: list[int] = []
         self.last: dict[int, int] = {}
         self.computes: list[bool] = []
         self._owners: dict[Node, tuple[int, ...]] = {}
+        self._dropped: dict[int, None] = {}
 
     def visit(self, node: Node, position: int) -> None:
         for argument in node.all_input_nodes:
             for owner in self._owners.get(argument, ()):
-                self.last[owner] = position
+                if not (owner in self._dropped and node in self.backward):
+                    self.last[owner] = position
         viewed = [argument for argument in node.all_input_nodes if is_view_of(node, argument)]
         free = node in self.held or is_marker(node) or is_gradient_marker(node)
         tensors = [] if free else list(_tensors(node))
@@ -78,6 +88,8 @@ class _Memory:
             self.allocates.append(0)
         else:
             self._owners[node] = (position,) if tensors else ()
+            if node.meta.get("recompute") in _RECOMPUTED:
+                self._dropped[position] = None
             self.allocates.append(sum(_bytes(tensor) for tensor in tensors))
         self.computes.append(node.op == "call_function" and not viewed and not free)
 

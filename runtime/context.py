@@ -84,10 +84,13 @@ class GroupContext:
         """A graph, or an outermost forward, is about to issue its first gather.
 
         The gather lane first waits for what compute wrote (an optimizer step), and gradients that
-        ``zero_grad`` has dropped give their memory back.
+        ``zero_grad`` has dropped give their memory back. What an interrupted graph left held is
+        released: between the graphs of a forward nobody holds anything but eager hooks.
         """
         self.lanes.gather.wait_current()
         if not in_backward():
+            if self.eager_depth == 0 and any(group.is_held for group in self.groups()):
+                self.drop_leftovers()
             for group in self.groups():
                 group.release_unused_gradient_storage()
 

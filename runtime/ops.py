@@ -4,21 +4,22 @@ Two families:
 
 *Markers*, functional, put into the graph by the parameter property while Dynamo traces:
 
-    parameter(shard, group, index) -> full parameter
+    parameter(shard, group, index, keep) -> full parameter
     parameter_grad(grad, group, index) -> a gradient shaped like ``shard``
 
-They say *which* parameter is read and *which* gradient is produced, nothing about when. Their
+They say *which* parameter is read and *which* gradient is produced, nothing about when; ``keep``,
+that the group stays unsharded between the forward and the backward graph. Their
 implementations are right and slow (one gather or reduction for each call), so a sharded model
 also runs under ``backend="eager"``, ``"aot_eager"`` or ``"inductor"``.
 
 *Scheduled communication*, written by the passes in place of the markers:
 
-    unshard -> wait -> (reads of views of full) -> release
+    unshard -> wait -> (reads of views of full) -> release, or keep at the end of a forward
     reduce_inner -> reduce_outer -> wait_reductions
 
 ``after`` and ``issued`` take tensors that nobody reads: they carry order (design: "order is
-dataflow, not luck"). ``wait`` and ``release`` declare that they mutate ``full``, so a compiler
-keeps every read of ``full`` between them.
+dataflow, not luck"). ``wait``, ``release`` and ``keep`` declare that they mutate ``full``, so a
+compiler keeps every read of ``full`` between them.
 
 Nothing here decides anything: each op finds its group by name and tells it what to do.
 """
@@ -40,11 +41,12 @@ if TYPE_CHECKING:
 NAMESPACE = "compile_fsdp"
 
 _SCHEMAS = (
-    "parameter(Tensor shard, str group, int index) -> Tensor",
+    "parameter(Tensor shard, str group, int index, bool keep=False) -> Tensor",
     "parameter_grad(Tensor grad, str group, int index) -> Tensor",
     "unshard(Tensor shard, str group, Tensor[] after) -> Tensor",
     "wait(Tensor(a!) full, str group, Tensor[] issued) -> ()",
     "release(Tensor(a!) full, str group) -> ()",
+    "keep(Tensor(a!) full, str group) -> ()",
     "reduce_inner(Tensor[] gradients, str group, int[] indices, Tensor[] after) -> Tensor",
     "reduce_outer(Tensor token, str group, Tensor[] after) -> Tensor",
     "wait_reductions(Tensor(a!)[] tokens, str[] groups) -> ()",
@@ -125,25 +127,29 @@ def new_token(device: torch.device) -> torch.Tensor:
 
 
 @_implements("parameter")
-def _parameter(shard: torch.Tensor, group: str, index: int) -> torch.Tensor:
+def _parameter(shard: torch.Tensor, group: str, index: int, keep: bool = False) -> torch.Tensor:
     return _group(group).copy_full_parameter(index)
 
 
 @_fake("parameter")
-def _parameter_fake(shard: torch.Tensor, group: str, index: int) -> torch.Tensor:
+def _parameter_fake(
+    shard: torch.Tensor, group: str, index: int, keep: bool = False
+) -> torch.Tensor:
     info = registry.lookup(group).info
     return shard.new_empty(info.shapes[index], dtype=info.dtype)
 
 
 def _parameter_setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    _, ctx.group, ctx.index = inputs
+    _, ctx.group, ctx.index, *_ = inputs
+    ctx.others = len(inputs) - 1
     if not registry.lookup(ctx.group).info.is_trainable(ctx.index):
         # Frozen among trainable ones: the flat shard alone would say that it wants a gradient.
         ctx.mark_non_differentiable(output)
 
 
-def _parameter_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-    return torch.ops.compile_fsdp.parameter_grad(grad, ctx.group, ctx.index), None, None
+def _parameter_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    part = torch.ops.compile_fsdp.parameter_grad(grad, ctx.group, ctx.index)
+    return (part, *(None for _ in range(ctx.others)))
 
 
 torch.library.register_autograd(
@@ -209,6 +215,16 @@ def _release_fake(full: torch.Tensor, group: str) -> None:
     return None
 
 
+@_implements("keep")
+def _keep(full: torch.Tensor, group: str) -> None:
+    _group(group).keep()
+
+
+@_fake("keep")
+def _keep_fake(full: torch.Tensor, group: str) -> None:
+    return None
+
+
 @_implements("reduce_inner")
 def _reduce_inner(
     gradients: Sequence[torch.Tensor],
@@ -250,7 +266,10 @@ def _reduce_outer_fake(
 @_implements("wait_reductions")
 def _wait_reductions(tokens: Sequence[torch.Tensor], groups: Sequence[str]) -> None:
     for name in groups:
-        _group(name).context.wait_for_reductions()
+        live = _group(name)
+        live.context.wait_for_reductions()
+        if live.is_kept:  # the backward that it was kept for did without it
+            live.reshard_parameters()
 
 
 @_fake("wait_reductions")

@@ -305,8 +305,11 @@ class FsdpParameterGroup:
         """Write what an optimizer step changed into the model weight.
 
         Only the optimizer's view of the model weight is written. Where the model weight is wider
-        (ZeRO-1, ZeRO-2, HFSDP) it is stale until the next unshard redistributes it.
+        (ZeRO-1, ZeRO-2, HFSDP) it is stale until the next unshard redistributes it. Full parameters
+        that a forward kept are older than the step, and released.
         """
+        if self.is_kept:
+            self.release_unsharded_storage()
         self._unsharding.sync()
 
     # Unshard and reshard -----------------------------------------------------------------------
@@ -366,6 +369,23 @@ class FsdpParameterGroup:
         """
         if self._unsharding.drop(self.label or self.name):
             self.reshard_parameters()
+
+    def keep(self) -> None:
+        """Give one hold back, but leave the full parameters to the backward of this forward.
+
+        An `acquire` inside a backward takes them over without a gather. A new forward, a step or
+        `reshard_parameters` ends it. Where others hold the group too, they decide.
+
+        Raises:
+            RuntimeError: nobody holds the group.
+        """
+        if self._unsharding.drop(self.label or self.name):
+            self._unsharding.kept = self.gathers
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether a forward left the full parameters to its backward; nobody holds them."""
+        return self._unsharding.kept
 
     @property
     def gathers(self) -> bool:

@@ -3,6 +3,7 @@
     unshard   refresh a stale model weight, start the gather, record the ready event
     wait      compute waits for that event and no other
     release   the storage goes, after what compute has issued
+    keep      nobody holds it any more, but the storage stays for a backward to come
 
 Several may hold the full parameters at once (a compiled graph inside an eager parent): `holders`
 counts them, and the last one releases.
@@ -33,6 +34,9 @@ class Unsharding:
     Attributes:
         holders: how many hold the full parameters; a prefetch alone does not.
         is_unsharded: whether they have storage (a gather may still be in flight).
+        kept: a forward left them, held by nobody, for its backward. Only an unshard inside a
+            backward may take them over: whatever else comes first may have changed the weights,
+            and gathers anew or releases them.
         maybe_stepped: the main weight may have been written by a step that nobody announced.
     """
 
@@ -40,6 +44,7 @@ class Unsharding:
         self._weights = weights
         self.holders = 0
         self.is_unsharded = not weights.gathers
+        self.kept = False
         self.maybe_stepped = True
         self._full_outdated = False
         self._ready: Event | None = None
@@ -58,6 +63,8 @@ class Unsharding:
     def _refresh(self, lane: Lane, label: str) -> bool:
         """Bring the model weight up to date; True if ``lane`` is still writing it."""
         if self.maybe_stepped:
+            if self.kept:
+                self.release(lane)
             self.sync()
             lane.wait_current()
         refreshing = self._weights.redistribute(lane, label)
@@ -70,8 +77,11 @@ class Unsharding:
         """Start gathering on ``lane`` what is not there; the ready event is for ``phase``."""
         with torch.inference_mode(False), torch.no_grad():
             refreshing = self._refresh(lane, label)
-            # Still unsharded since before a step: whoever held it was interrupted.
-            leftover = self._full_outdated and self._weights.gathers and not in_backward()
+            # Still unsharded since before a step, because whoever held it was interrupted; or kept
+            # for a backward that has not come.
+            outdated = self._full_outdated or self.kept
+            leftover = outdated and self._weights.gathers and not in_backward()
+            self.kept = False
             if not self.is_unsharded or leftover:
                 self._weights.gather(lane, label, depends=refreshing)
                 self.is_unsharded = True
@@ -95,6 +105,7 @@ class Unsharding:
             self._ready.wait()
         self._weights.release(lane)
         self.is_unsharded = False
+        self.kept = False
         self._ready = None
         self._ready_for.clear()
 

@@ -23,7 +23,9 @@ from torch.fx import Graph, GraphModule
 
 from compile_fsdp.passes.facts import GraphKind
 from compile_fsdp.passes.pipeline import prepare_joint_graph
+from compile_fsdp.passes.policy import Policy
 from compile_fsdp.passes.steps import Schedule
+from compile_fsdp.passes.targets import is_marker
 from compile_fsdp.runtime.group_info import GroupInfo
 from compile_fsdp.runtime.registry import registry
 
@@ -87,6 +89,8 @@ class StubGroup:
         self.reductions: list[list[int]] = []
         self.outer_reductions = 0
         self.holders = 0
+        self.gathers = 0
+        self.is_kept = False
         self._values = torch.cat([value.detach().flatten() for value in values])
         self.full_local_tensor = torch.empty_like(self._values)
         self.full_local_tensor.untyped_storage().resize_(0)
@@ -102,14 +106,20 @@ class StubGroup:
 
     def acquire(self) -> None:
         self.holders += 1
-        if self.holders > 1:  # a branch that reads a group which its graph holds
+        if self.holders > 1 or self.is_kept:  # a branch, or the backward of a forward that kept it
+            self.is_kept = False
             return
+        self.gathers += 1
         storage = self.full_local_tensor.untyped_storage()
         storage.resize_(self._values.untyped_storage().nbytes())
         self.full_local_tensor.fill_(torch.nan)  # until the wait
 
     def wait_for_unshard(self) -> None:
         self.full_local_tensor.copy_(self._values)
+
+    def keep(self) -> None:
+        self.holders -= 1
+        self.is_kept = self.holders == 0
 
     def drop(self) -> None:
         self.holders -= 1
@@ -163,7 +173,11 @@ class Observed:
         return found
 
 
-def traced(function: Callable[..., Any], *inputs: torch.Tensor) -> dict[GraphKind, GraphModule]:
+def traced(
+    function: Callable[..., Any],
+    *inputs: torch.Tensor,
+    policy: Policy | None = None,
+) -> dict[GraphKind, GraphModule]:
     """The graphs that AOTAutograd makes of ``function``, before any rewrite.
 
     ``inputs`` must include the flat shards of all groups that the function reads.
@@ -178,7 +192,9 @@ def traced(function: Callable[..., Any], *inputs: torch.Tensor) -> dict[GraphKin
         return compiler
 
     def partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
-        prepare_joint_graph(joint.graph)
+        names = dict.fromkeys(node.args[1] for node in joint.graph.nodes if is_marker(node))
+        groups = {name: registry.lookup(name).info for name in names}
+        prepare_joint_graph(joint.graph, groups, policy or Policy())
         return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
 
     compiled = aot_function(

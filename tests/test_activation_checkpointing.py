@@ -56,7 +56,8 @@ def test_recomputation_gives_the_same_gradients(make: type[LanguageModel], drive
 @pytest.mark.parametrize("driver", ["eager", "aot_eager"])
 @distributed(2)
 def test_recomputation_costs_no_gather_of_its_own(make: type[LanguageModel], driver: str) -> None:
-    """One gather in forward; recomputation and backward share the second one."""
+    """One gather in forward; recomputation and backward share the second one. A compiled model
+    keeps its last block."""
     if (make, driver) == (Reentrant, "aot_eager"):
         return  # Dynamo does not trace reentrant checkpointing
     sharded = shard_blocks(make())
@@ -68,5 +69,6 @@ def test_recomputation_costs_no_gather_of_its_own(make: type[LanguageModel], dri
         call(*batch).backward()
     for label in ("blocks.0", "blocks.1"):
         kinds = [record.kind for record in records if record.label == label]
-        assert kinds.count("all_gather") == 2, (label, kinds)
+        kept = driver == "aot_eager" and label == "blocks.1"
+        assert kinds.count("all_gather") == (1 if kept else 2), (label, kinds)
         assert kinds.count("reduce_scatter") == 1, (label, kinds)

@@ -75,10 +75,13 @@ def collectives_of_a_step(driver: str) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("driver", ["eager", "aot_eager"])
 def test_zero3_gathers_twice_and_reduces_once(driver: str) -> None:
+    """Compiled, what would be released and gathered again at once stays: the head and the last
+    block."""
+    kept = ("root", "blocks.2") if driver == "aot_eager" else ()
     for rank_records in run(2, collectives_of_a_step, driver):
         for label in ("root", "blocks.0", "blocks.1", "blocks.2"):
             gathers = rank_records.count(("all_gather", label))
-            assert gathers == 2, (label, rank_records)
+            assert gathers == (1 if label in kept else 2), (label, rank_records)
             assert rank_records.count(("reduce_scatter", label)) == 1, (label, rank_records)
 
 
@@ -91,13 +94,14 @@ def prefetch_order(driver: str) -> list[tuple[str, str]]:
     return [record for record in collectives_of_a_step(driver) if record[0] == "all_gather"]
 
 
-def test_eager_and_compiled_prefetch_one_group_ahead() -> None:
+def test_eager_and_compiled_gather_in_the_order_of_use() -> None:
     """Forward in order, backward in reverse; the root, which the head belongs to, comes first."""
     forward = ["root", "blocks.0", "blocks.1", "blocks.2"]
     backward = ["root", "blocks.2", "blocks.1", "blocks.0"]
-    for driver in ("eager", "aot_eager"):
-        labels = [label for _, label in run(2, prefetch_order, driver)[0]]
-        assert labels == forward + backward, driver
+    labels = [label for _, label in run(2, prefetch_order, "eager")[0]]
+    assert labels == forward + backward
+    labels = [label for _, label in run(2, prefetch_order, "aot_eager")[0]]
+    assert labels == forward + backward[2:], "the first two were kept"
 
 
 def labels_and_copies() -> list[str]:

@@ -1,6 +1,6 @@
 """The layers and what they may import: read from the sources, and from a fresh interpreter.
 
-    compile_fsdp  ->  compile_fsdp.passes  ->  compile_fsdp.runtime  ->  torch
+compile_fsdp  ->  compile_fsdp.passes  ->  compile_fsdp.runtime  ->  torch
 """
 
 from __future__ import annotations

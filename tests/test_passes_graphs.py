@@ -34,8 +34,8 @@ forward: 3 unshard (800 B)
 4  wait     blocks.0  before mul_1             3
 5  release  blocks.0  after mm_1
 6  wait     blocks.1  before mul_3             5
-7  release  blocks.1  after mm_3
-8  release  root      after mm_4""",
+7  keep     blocks.1  after mm_3
+8  keep     root      after mm_4""",
     )
     assert_expected_inline(
         show(module.graph),
@@ -51,9 +51,9 @@ release(full_blocks_0)
     add_1 ... mul_2 (6)
 wait(full_blocks_1)                 after full_blocks_0
     mul_3 ... mm_3 (4)
-release(full_blocks_1)
+keep(full_blocks_1)
     add_3 ... mm_4 (2)
-release(full_root)
+keep(full_root)
     logsumexp ... mean_2 (2)""",
     )
 
