@@ -320,6 +320,11 @@ class Explanation:
 
         return terminal.render(self)
 
+    def _repr_html_(self) -> str:
+        from .report import html
+
+        return html.embedded(self)
+
     def show(self, file: TextIO | None = None, *, graphs: str = "none") -> None:
         """Print it: in colour where ``rich`` is installed and ``file`` is a terminal, else as
         plain text.
@@ -365,6 +370,38 @@ class Explanation:
 
         return as_json.loads(text)
 
+    def to_html(self) -> str:
+        """As a page: lanes over time and the memory below. It needs nothing but a browser."""
+        from .report import html
+
+        return html.render(self)
+
+    def to_chrome_trace(self) -> str:
+        """As a trace that ui.perfetto.dev and chrome://tracing open."""
+        from .report import chrome_trace
+
+        return chrome_trace.dumps(self)
+
+    def to_dot(self, graph: int = 0) -> str:
+        """The order of one graph's steps in Graphviz's language.
+
+        Raises:
+            ValueError: there is no such graph.
+        """
+        from .report import dot
+
+        return dot.render(self.graph(graph))
+
+    def to_svg(self, graph: int = 0) -> str:
+        """One graph's lanes and memory as a picture.
+
+        Raises:
+            ValueError: there is no such graph.
+        """
+        from .report import svg
+
+        return svg.render(self.graph(graph))
+
     def graph(self, number: int) -> GraphExplanation:
         """The graph of this number.
 
@@ -377,8 +414,8 @@ class Explanation:
         return self.graphs[number]
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write it to a file, in the form that the name asks for: ``.txt`` or
-        ``.json``.
+        """Write it to a file, in the form that the name asks for: ``.txt``, ``.json``, ``.html``,
+        ``.trace.json`` (Perfetto), and of the first graph ``.dot`` and ``.svg``.
 
         Raises:
             ValueError: the name ends otherwise.

@@ -264,4 +264,5 @@ def test_wheel_holds_the_package_alone(tmp_path: Path) -> None:
         f"{source.module.replace('.', '/')}{'/__init__' if source.is_package else ''}.py"
         for source in library_sources()
     }
-    assert expected | {"compile_fsdp/py.typed"} <= names
+    report = {f"compile_fsdp/report/{name}" for name in ("page.css", "page.js", "picture.css")}
+    assert expected | report | {"compile_fsdp/py.typed"} <= names

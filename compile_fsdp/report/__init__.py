@@ -9,7 +9,12 @@ from pathlib import Path
 from compile_fsdp.explanation import Explanation
 
 _FORMS: Mapping[str, Callable[[Explanation], str]] = {
+    # The longer ending first.
+    ".trace.json": Explanation.to_chrome_trace,
     ".json": Explanation.to_json,
+    ".html": Explanation.to_html,
+    ".dot": Explanation.to_dot,
+    ".svg": Explanation.to_svg,
     ".txt": lambda explanation: explanation.to_text(graphs="whole") + "\n",
 }
 
