@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from compile_fsdp.runtime.parameter_group import get_containing_parameter_group
+from compile_fsdp.runtime.row_dtensor import cut_tensor_like
 
 from .checkpoint_planner import Locator, Piece, Value
 from .checkpoint_state import DESCRIPTION, clean_fqn, state_key
@@ -316,9 +317,10 @@ class _Owner:
         if self._is_cut(shape):
             placements = self._locator.placements_of(self.parameter)
         stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(
+        made = DTensor.from_local(
             local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
         )
+        return cut_tensor_like(made, self.parameter)
 
     def _is_cut(self, shape: tuple[int, ...]) -> bool:
         """Whether a state tensor of ``shape`` is cut like the parameter."""

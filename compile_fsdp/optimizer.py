@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from compile_fsdp.runtime.parameter_group import (
     get_containing_parameter_group,
     sync_model_weights_from_main_weights,
 )
+from compile_fsdp.runtime.row_dtensor import cut_tensor_like
 
 
 def fully_shard_optimizer(
@@ -19,7 +21,8 @@ def fully_shard_optimizer(
     """Prepare ``optimizer`` for sharded parameters; call it once, after ``fully_shard``.
 
     Before each step, gradients whose dtype differs from their parameter's are cast to it; after
-    it, the original gradients come back and model weights are refreshed from main weights.
+    it, the original gradients come back and model weights are refreshed from main weights. State
+    that ``load_state_dict`` brings is distributed like the parameters.
     Without this call model weights are refreshed after every backward instead, which does the work
     for every microbatch, and gradients keep ``main_grads_dtype``: where that is not the main
     weights' dtype (bf16 compute under the default policy), AdamW and others refuse them.
@@ -52,10 +55,31 @@ def fully_shard_optimizer(
     hooks.mark_synced(optimizer)
     optimizer.register_step_pre_hook(hooks.before_step)
     optimizer.register_step_post_hook(hooks.after_step)
+    optimizer.register_load_state_dict_post_hook(cut_state_like_parameters)
     setattr(optimizer, _HOOKS_ATTRIBUTE, hooks)
 
 
 _HOOKS_ATTRIBUTE = "_compile_fsdp_hooks"
+
+
+def cut_state_like_parameters(optimizer: torch.optim.Optimizer) -> None:
+    """Give the optimizer's DTensors the rows of their parameters.
+
+    ``torch.distributed.checkpoint.state_dict`` cuts what it loads like ``torch.chunk``, whatever
+    the parameter's rows are. All ranks take part.
+    """
+    with torch.no_grad():
+        for parameter in _parameters(optimizer):
+            state = optimizer.state.get(parameter, {})
+            for name, value in state.items():
+                if not isinstance(value, torch.Tensor):
+                    continue
+                scalar = isinstance(parameter, DTensor) and parameter.ndim == value.ndim == 0
+                if scalar and not isinstance(value, DTensor) and name != "step":
+                    # Those functions take every 0-D tensor for a step count.
+                    state[name] = torch.empty_like(parameter).copy_(value)
+                else:
+                    state[name] = cut_tensor_like(value, parameter)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

@@ -35,8 +35,9 @@ from compile_fsdp.runtime.placement import (
     strictest_shard,
 )
 from compile_fsdp.runtime.redistribute import redistribute
+from compile_fsdp.runtime.row_dtensor import dtensor_of
 from compile_fsdp.runtime.streams import Lane
-from compile_fsdp.runtime.torch_internals import DTensorSpec, dtensor_over
+from compile_fsdp.runtime.torch_internals import DTensorSpec
 
 __all__ = ["DBuffer"]
 
@@ -257,7 +258,7 @@ class DBuffer:
             ValueError: The layout cuts rows (``Flat``) and the buffer is sharded.
         """
         with torch.inference_mode(False), torch.no_grad():
-            return dtensor_over(self.get_local_tensor(index), self._spec(index))
+            return dtensor_of(self.get_local_tensor(index), self._spec(index))
 
     def shard_tensor(self, index: int, full: torch.Tensor) -> DTensor:
         """``full``, a full value of tensor ``index``, as a DTensor distributed like this buffer.
@@ -268,7 +269,7 @@ class DBuffer:
         with torch.inference_mode(False), torch.no_grad():
             part = self.part_of(index, full).to(self.device, self.dtype, copy=True)
             local = part.view(self.get_local_tensor(index).shape)
-            return dtensor_over(local, self._spec(index))
+            return dtensor_of(local, self._spec(index))
 
     def _spec(self, index: int) -> DTensorSpec:
         spec = self._specs.get(index)

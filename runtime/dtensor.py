@@ -1,16 +1,15 @@
-"""DTensors over pieces of a DBuffer.
+"""RowShard: the ``Shard(0)`` of a DTensor over a piece of a DBuffer.
 
 DTensor cuts a dim like ``torch.chunk``; a DBuffer cuts a flat buffer, so a rank's rows of one
-tensor are few, many or none. `RowShard` is the ``Shard(0)`` that knows them:
+tensor are few, many or none, and `RowShard` knows them:
 
     DTensor's own (5, 4) on 2 ranks      rows 0 1 2 | 3 4
     a DBuffer's, for example             rows 0 1 2 3 4 | (none)
 
-It overrides the private methods of ``Shard`` through which DTensor moves data and computes
-local shapes; they have been the same since torch 2.11. Only DTensors made here know their rows:
-what an operator returns (an optimizer's state; on torch 2.14 even ``detach()``) has a plain
-``Shard(0)``. Its local values and its reductions are right, but its ``full_tensor()`` is not:
-make a DTensor of its local tensor and the spec of one of ours first.
+torch's operators know nothing of it: what they return would have a plain ``Shard(0)`` over other
+rows than it says. So DTensors with such placements are of a class that runs operators itself,
+`compile_fsdp.runtime.row_dtensor.RowDTensor`, and torch's own dispatcher is refused a `RowShard`
+(see `RowShard.__hash__`).
 """
 
 from __future__ import annotations
@@ -18,27 +17,24 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 
-from compile_fsdp.runtime.collectives import all_gather, reduce_scatter
+from compile_fsdp.runtime.collectives import all_gather
 from compile_fsdp.runtime.placement import ShardAxes, segment_number
 from compile_fsdp.runtime.streams import make_lane
-from compile_fsdp.runtime.torch_internals import DTensorSpec, dtensor_spec
+from compile_fsdp.runtime.torch_internals import DTensorSpec, dtensor_spec, local_of, spec_of
 
-__all__ = ["RowShard", "make_spec", "segment_number"]
+__all__ = ["RowShard", "cut_of", "make_spec", "segment_number", "spec_like"]
 
 
 class RowShard(Shard):
     """``Shard(0)`` that knows the rows of every segment.
 
-    Equal to a plain ``Shard(0)`` both ways: DTensor compares placements to tell whether an
-    operator must redistribute, and rows of the buffers of one group always match. Its hash
-    differs on purpose. DTensor caches redistribution plans, which hold placements, by spec; with
-    an equal hash it would use here a plan made for a plain DTensor of the same shape, whose
-    all-gather returns wrong rows without an error. Python and C++ compare hashes first.
+    Equal to a plain ``Shard(0)`` both ways, and to a `RowShard` with the same rows.
 
     Attributes:
         rows: Number of rows of each segment.
@@ -55,8 +51,18 @@ class RowShard(Shard):
     def _key(self) -> tuple[tuple[int, ...], ShardAxes, int]:
         return (self.rows, self.axes, self.position)
 
-    def __hash__(self) -> int:
-        return hash((RowShard, self._key()))
+    def __hash__(self) -> NoReturn:
+        """Refuse: torch's dispatcher and its redistribution look plans up by a hash of placements.
+
+        Without a hash nothing of torch's can take these rows for those of ``torch.chunk``.
+        """
+        raise RuntimeError(
+            "torch's own DTensor operators do not know which rows each rank holds of a tensor that "
+            "compile_fsdp has sharded, and this DTensor was made by torch (DTensor.from_local or "
+            "redistribute) with a sharded parameter's placements: make it like the parameter "
+            "instead, torch.empty_like(parameter).copy_(tensor), or let fully_shard_optimizer "
+            "prepare the optimizer whose state it is"
+        )
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, RowShard):
@@ -68,154 +74,35 @@ class RowShard(Shard):
         return (RowShard, self._key())
 
     @property
-    def _is_last(self) -> bool:
-        """Whether this is the innermost axis of more than one rank.
-
-        DTensor takes the axes one by one and skips those of one rank. Only all axes together
-        tell which rows are meant, so the last one does the work of all.
-        """
-        active = [number for number, size in enumerate(self.axes.sizes) if size > 1]
-        return self.position == (active[-1] if active else 0)
+    def total(self) -> int:
+        """Rows of the whole tensor."""
+        return sum(self.rows)
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """Ranks on each shard axis, outermost first."""
-        return self.axes.sizes
-
-    @property
-    def coordinate(self) -> tuple[int, ...]:
-        """This rank's index on each shard axis."""
-        return self.axes.coordinate
-
-    @property
-    def _ranks(self) -> int:
-        """Ranks on this axis."""
-        return self.axes.sizes[self.position]
-
-    def _first_row_and_rows(self, index: int) -> tuple[int, int]:
-        """Of the rank ``index`` on this axis, other axes as this rank."""
-        segment = self.axes.segments_along(self.axes.axes[self.position])[index]
+    def own(self) -> tuple[int, int]:
+        """``(first row, rows)`` of this rank."""
+        segment = self.axes.segment
         return sum(self.rows[:segment]), self.rows[segment]
 
-    # DTensor's hooks. "Plain" below is what DTensor believes the outer axes hold.
-
-    def _local_shard_size_and_offset(
-        self, curr_local_size: int, num_chunks: int, rank: int | torch.SymInt
-    ) -> tuple[int, int | torch.SymInt]:
-        """``(rows, first row)`` on ``rank`` of this axis; checkpoints rely on it."""
-        if not self._is_last or num_chunks != self._ranks:
-            return curr_local_size, 0
-        first, rows = self._first_row_and_rows(int(rank))
-        return rows, first
-
-    def _to_replicate_tensor(
-        self,
-        local_tensor: torch.Tensor,
-        mesh: DeviceMesh,
-        mesh_dim: int,
-        current_logical_shape: Sequence[int | torch.SymInt],
-    ) -> torch.Tensor:
-        """Shard -> Replicate on one axis.
-
-        The last axis gathers over all of them and keeps what a plain ``Shard(0)`` on the outer
-        axes holds; those then go on as plain ones.
-        """
-        if mesh.size(mesh_dim) == self.axes.num_shards:
-            # One axis, or several that DTensor flattened into one (last axis fastest).
-            return self._gather(local_tensor, mesh, [mesh_dim])
-        if not self._is_last:
-            return super()._to_replicate_tensor(local_tensor, mesh, mesh_dim, current_logical_shape)
-        first_axis = mesh_dim - self.position
-        full = self._gather(local_tensor, mesh, list(range(first_axis, mesh_dim + 1)))
-        for size, index in zip(
-            self.axes.sizes, self.axes.coordinate[: self.position], strict=False
-        ):
-            full = full.narrow(0, *_chunk(full.shape[0], size, index))
-        return full.contiguous()
-
-    def _replicate_to_shard(
-        self,
-        local_tensor: torch.Tensor,
-        mesh: DeviceMesh,
-        mesh_dim: int,
-        shard_index: int | torch.SymInt,
-    ) -> torch.Tensor:
-        """Replicate -> shard: the outer axes keep everything, the last one takes its rows."""
-        if not self._is_last:
-            return local_tensor
-        if local_tensor.shape[0] != sum(self.rows):
-            raise RuntimeError(
-                f"expected the full {sum(self.rows)} rows of a tensor replicated on every shard "
-                f"axis, found {local_tensor.shape[0]}; redistribute it to Replicate() first"
-            )
-        return local_tensor.narrow(0, *self._first_row_and_rows(int(shard_index))).clone()
-
-    def _reduce_shard_tensor(
-        self, tensor: torch.Tensor, mesh: DeviceMesh, reduce_op: str, mesh_dim: int
-    ) -> torch.Tensor:
-        """Partial -> shard on one axis."""
-        if mesh.size(mesh_dim) != self.axes.num_shards or reduce_op not in ("sum", "avg"):
-            raise NotImplementedError(
-                f"Partial({reduce_op!r}) to Shard(0) over {len(self.axes.axes)} axes of a DBuffer: "
-                "not implemented; redistribute to Replicate() first"
-            )
-        index = mesh.get_local_rank(mesh_dim)
-        _, own_rows = self._first_row_and_rows(index)
-        width = math.prod(tensor.shape[1:])
-        output = tensor.new_empty((own_rows, *tensor.shape[1:]))
-        lane = make_lane(tensor.device, "dtensor")
-        lane.wait_current()
-        reduce_scatter(
-            lane,
-            output.view(-1),
-            tensor.contiguous().view(-1),
-            mesh.get_group(mesh_dim),
-            [count * width for count in self._rows_by_index()],
-            average=reduce_op == "avg",
-            label="dtensor",
-        )
-        lane.synchronize()
-        return output
-
-    def _to_new_shard_dim(
-        self,
-        local_tensor: torch.Tensor,
-        mesh: DeviceMesh,
-        mesh_dim: int,
-        current_logical_shape: Sequence[int | torch.SymInt],
-        new_shard_dim: int,
-    ) -> torch.Tensor:
-        """Shard(0) -> Shard(n): by way of Replicate."""
-        full = self._to_replicate_tensor(local_tensor, mesh, mesh_dim, current_logical_shape)
-        chunk = _chunk(
-            full.shape[new_shard_dim], mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim)
-        )
-        return full.narrow(new_shard_dim, *chunk).contiguous()
-
-    def _rows_by_index(self) -> list[int]:
-        """Rows of each rank of this axis, other axes as this rank."""
-        return [self._first_row_and_rows(index)[1] for index in range(self._ranks)]
-
-    def _gather(
-        self, local_tensor: torch.Tensor, mesh: DeviceMesh, mesh_axes: Sequence[int]
-    ) -> torch.Tensor:
-        """The full tensor, gathered over ``mesh_axes``, which together are the shard axes.
+    def gather(self, local: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        """The full tensor, in new memory; every rank of the shard axes takes part.
 
         Innermost axis first. What one rank holds after each step are the pieces of the ranks that
         share its coordinate on the axes still to do, in the order of their coordinates:
 
             sizes (outer 2, inner 2), rank (1, 0)   |1,0|  ->  |1,0|1,1|  ->  |0,0|0,1|1,0|1,1|
         """
-        row_shape = local_tensor.shape[1:]
+        row_shape = local.shape[1:]
         width = math.prod(row_shape)
-        coordinates = list(itertools.product(*(range(size) for size in self.axes.sizes)))
+        sizes_by_axis, own = self.axes.sizes, self.axes.coordinate
+        coordinates = list(itertools.product(*(range(size) for size in sizes_by_axis)))
         segments = [self.axes.number_of(coordinate) for coordinate in coordinates]
         numels = [self.rows[segment] * width for segment in segments]
-        lane = make_lane(local_tensor.device, "dtensor")
+        lane = make_lane(local.device, "dtensor")
         lane.wait_current()
-        held, pieces = local_tensor.contiguous().view(-1), 1
-        for done, axis in enumerate(reversed(mesh_axes), start=1):
-            ranks, prefix = mesh.size(axis), self.axes.coordinate[: len(mesh_axes) - done]
+        held, pieces = local.contiguous().view(-1), 1
+        for done, axis in enumerate(reversed(self.axes.axes), start=1):
+            ranks, prefix = mesh.size(axis), own[: len(own) - done]
             first = next(i for i, c in enumerate(coordinates) if c[: len(prefix)] == prefix)
             bounds = range(first, first + ranks * pieces, pieces)
             sizes = [sum(numels[start : start + pieces]) for start in bounds]
@@ -225,9 +112,46 @@ class RowShard(Shard):
             held, pieces = full, pieces * ranks
         lane.synchronize()
         parts = dict(zip(segments, torch.split(held, numels), strict=True))
-        return torch.cat([parts[segment] for segment in sorted(parts)]).view(
-            sum(self.rows), *row_shape
-        )
+        ordered = [parts[segment] for segment in sorted(parts)]
+        return torch.cat(ordered).view(self.total, *row_shape)
+
+    def own_rows(self, full: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of a full tensor, aliasing it."""
+        return full.narrow(0, *self.own)
+
+    def _local_shard_size_and_offset(
+        self, curr_local_size: int, num_chunks: int, rank: int | torch.SymInt
+    ) -> tuple[int, int | torch.SymInt]:
+        """``(rows, first row)`` on ``rank`` of this axis: torch's checkpoints and its functions on
+        state dicts ask for them, axis by axis. All axes together tell; the last one answers."""
+        active = [number for number, size in enumerate(self.axes.sizes) if size > 1]
+        is_last = self.position == (active[-1] if active else 0)
+        if not is_last or num_chunks != self.axes.sizes[self.position]:
+            return curr_local_size, 0
+        segment = self.axes.segments_along(self.axes.axes[self.position])[int(rank)]
+        return self.rows[segment], sum(self.rows[:segment])
+
+
+def cut_of(tensor: object) -> RowShard | None:
+    """How ``tensor`` is cut by rows; None for anything but a DTensor with a `RowShard`.
+
+    Raises:
+        RuntimeError: torch made the DTensor, of a local tensor that has other rows.
+    """
+    if not isinstance(tensor, DTensor):
+        return None
+    for placement in spec_of(tensor).placements:
+        if isinstance(placement, RowShard):
+            found = tuple(local_of(tensor).shape[:1])
+            if (placement.total, (placement.own[1],)) != (tensor.shape[0], found):
+                raise RuntimeError(
+                    f"a DTensor of shape {tuple(tensor.shape)} says it is sharded like a parameter "
+                    f"of {placement.total} rows, of which this rank holds {placement.own[1]}, but "
+                    f"its local tensor has shape {tuple(local_of(tensor).shape)}; make it with "
+                    "torch.empty_like(parameter).copy_(tensor)"
+                )
+            return placement
+    return None
 
 
 def make_spec(
@@ -256,8 +180,13 @@ def make_spec(
     return dtensor_spec(mesh, exact, shape, stride, dtype)
 
 
-def _chunk(length: int, ranks: int, index: int) -> tuple[int, int]:
-    """``(start, length)`` of a rank's part of a dim that is cut like ``torch.chunk``."""
-    step = -(-length // ranks)
-    start = min(step * index, length)
-    return start, min(step, length - start)
+def spec_like(spec: DTensorSpec, rows: int, local: torch.Tensor) -> DTensorSpec:
+    """The spec of the tensor of which ``local`` is this rank's part, cut like that of ``spec``.
+
+    ``rows``: of the whole tensor. The outermost stride does not depend on them.
+    """
+    meta, shape = spec.tensor_meta, torch.Size((rows, *local.shape[1:]))
+    if meta is not None and (meta.shape, meta.stride) == (shape, local.stride()):
+        if meta.dtype == local.dtype:
+            return spec
+    return dtensor_spec(spec.mesh, spec.placements, shape, local.stride(), local.dtype)

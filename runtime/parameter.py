@@ -11,20 +11,36 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.dlpack import from_dlpack
 
-from .torch_internals import dtensor_over, dtensor_parameter
 from .weights import GroupWeights
 
 if TYPE_CHECKING:
     from .parameter_group import FsdpParameterGroup
 
 _CONTAINING_PARAMETER_GROUP_ATTR = "_mfsdp_parameter_group"
+
+
+class _Nothing:
+    """What a reference without a group refers to: nothing keeps it alive."""
+
+
+class _GroupReference(weakref.ref):  # type: ignore[type-arg]
+    """A parameter's weak reference to its group. Copies of the parameter belong to no group."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _GroupReference:
+        return _no_group()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _no_group, ()
+
+
+def _no_group() -> _GroupReference:
+    return _GroupReference(_Nothing())
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,10 +86,10 @@ def bind_parameter(
     # Not a Parameter made of the view: that would share its version counter, and every gather
     # would look like an in-place change of what autograd saved.
     unsharded.data = full
-    sharded = dtensor_parameter(shard, requires_grad=original.requires_grad)
+    sharded = nn.Parameter(shard, requires_grad=original.requires_grad)
     sharded.__dict__.update(attributes)
     for parameter in (sharded, unsharded):
-        setattr(parameter, _CONTAINING_PARAMETER_GROUP_ATTR, weakref.ref(group))
+        setattr(parameter, _CONTAINING_PARAMETER_GROUP_ATTR, _GroupReference(group))
     return FsdpParameter(fqns, sharded, unsharded)
 
 
@@ -84,7 +100,7 @@ def rebind_sharded(parameter: FsdpParameter, shard: DTensor) -> None:
         RuntimeError: somebody holds a weak reference to it, or its autograd node.
     """
     sharded = parameter.sharded
-    replacement = dtensor_parameter(shard, requires_grad=sharded.requires_grad)
+    replacement = nn.Parameter(shard, requires_grad=sharded.requires_grad)
     replacement.__dict__.update(sharded.__dict__)
     try:
         torch.utils.swap_tensors(sharded, replacement)
@@ -144,16 +160,3 @@ def sync_model_weights_from_main_weights(parameters: Sequence[torch.Tensor]) -> 
             groups[group] = None
     for group in groups:
         group.sync_model_weight_from_main_weight()
-
-
-def savable(shard: DTensor) -> DTensor:
-    """``shard``, or one that aliases it, that ``torch.save`` accepts.
-
-    torch takes a DTensor for one without memory of its own by its data pointer being 0, which it
-    is not where the local tensor starts inside a storage; so the local tensor gets a storage that
-    starts with it.
-    """
-    local = shard.to_local()
-    if local.storage_offset() == 0:
-        return shard
-    return dtensor_over(from_dlpack(local), shard._spec)

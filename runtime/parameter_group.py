@@ -37,7 +37,6 @@ from .parameter import (
     bind_parameters,
     get_containing_parameter_group,
     rebind_sharded,
-    savable,
     sync_model_weights_from_main_weights,
 )
 from .placement import ShardLayout, strictest_shard
@@ -398,8 +397,8 @@ class FsdpParameterGroup:
         return self._unsharding.holders > 0
 
     def shard_for_saving(self, index: int) -> DTensor:
-        """This rank's shard of main weight ``index``, for ``torch.save`` (see `savable`)."""
-        return savable(self.main_weight.get_dtensor(index))
+        """This rank's shard of main weight ``index``, aliasing it."""
+        return self.main_weight.get_dtensor(index)
 
     def copy_full_parameter(self, index: int) -> torch.Tensor:
         """A copy of full parameter ``index``: gather, copy, release. The marker's slow path.

@@ -7,14 +7,17 @@ goes away there is one place to look.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
-from torch import nn
+from torch._ops import OpOverload as OpOverload
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Partial, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta
+from torch.distributed.tensor._ops._math_ops import _NormPartial
 
 
 def in_backward() -> bool:
@@ -64,20 +67,47 @@ def dtensor_spec(
     return DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
 
 
-def dtensor_over(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """A DTensor over ``local``, which it aliases."""
-    return DTensor(local, spec, requires_grad=False)
+_D = TypeVar("_D", bound=DTensor)
 
 
-def dtensor_parameter(dtensor: DTensor, *, requires_grad: bool) -> nn.Parameter:
-    """A Parameter that is ``dtensor``, placements included.
+def dtensor_over(local: torch.Tensor, spec: DTensorSpec, kind: type[_D] = DTensor) -> _D:  # type: ignore[assignment]
+    """A DTensor, of class ``kind``, over ``local``, which it aliases."""
+    return kind(local, spec, requires_grad=False)
 
-    ``nn.Parameter`` detaches, and on torch 2.14 a detached DTensor has plain placements: the rows
-    of each rank would be forgotten, and ``full_tensor()`` would be wrong without an error.
+
+def spec_of(dtensor: DTensor) -> DTensorSpec:
+    """What ``dtensor`` knows about itself; its public properties show parts of it."""
+    return dtensor._spec
+
+
+def local_of(dtensor: DTensor) -> torch.Tensor:
+    """The local tensor itself: ``to_local()`` gives a view that autograd follows."""
+    return dtensor._local_tensor
+
+
+def norm_placement(order: float) -> Placement:
+    """The placement of a vector norm whose ranks' parts have not been put together yet.
+
+    It is what DTensor gives a norm: parts of several norms may be stacked and reduced at once,
+    which is why ``clip_grad_norm_`` takes one collective.
     """
-    parameter = nn.Parameter(dtensor, requires_grad=requires_grad)
-    parameter._spec = dtensor._spec  # type: ignore[attr-defined]
-    return parameter
+    if math.isinf(order):
+        return Partial("max" if order > 0 else "min")
+    return Partial("sum") if order == 0 else _NormPartial(order)
+
+
+def argument_names(func: OpOverload) -> list[str]:
+    """The names of an operator's arguments, positional ones first; schemas are not public."""
+    return [argument.name for argument in func._schema.arguments]
+
+
+def written_arguments(func: OpOverload) -> list[str]:
+    """The names of the arguments that an operator writes into."""
+    return [
+        argument.name
+        for argument in func._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
 
 
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from compile_fsdp import MixedPrecisionPolicy, Placements, fully_shard
-from compile_fsdp.runtime.parameter_group import get_containing_parameter_group
 
 Values = dict[str, torch.Tensor]
 
@@ -100,24 +99,8 @@ def take_steps(
         optimizer.zero_grad()
 
 
-def full(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A copy of the whole of ``parameter``, or of ``tensor`` in its optimizer state.
-
-    Rows are cut as the parameter's group cut them: placements that torch derived (and 2.14 derives
-    those of every nn.Parameter) may say otherwise.
-    """
-    if isinstance(tensor, DTensor) and tensor.shape == parameter.shape:
-        group = get_containing_parameter_group(parameter)
-        index = group.parameters.index(group.parameters_by_tensor[parameter])
-        exact = group.main_weight.get_dtensor(index)
-        tensor = DTensor.from_local(
-            tensor.to_local(),
-            exact.device_mesh,
-            exact.placements,
-            run_check=False,
-            shape=exact.shape,
-            stride=exact.stride(),
-        )
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of the whole of ``tensor``: of a parameter, or of an optimizer's state."""
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
     return tensor.detach().clone()
@@ -125,13 +108,11 @@ def full(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 def values_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Values:
     """All values of a checkpoint, whole: parameters, buffers, optimizer state."""
-    values = {
-        name: full(tensor, tensor) for name, tensor in model.state_dict(keep_vars=True).items()
-    }
+    values = {name: full(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
     if optimizer is not None:
         for name, parameter in model.named_parameters():
             for key, value in sorted(optimizer.state.get(parameter, {}).items()):
-                values[f"{name}/{key}"] = full(value, parameter)
+                values[f"{name}/{key}"] = full(value)
     return values
 
 

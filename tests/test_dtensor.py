@@ -22,7 +22,7 @@ from torch.distributed.tensor import (
 from compile_fsdp.runtime.dbuffer import DBuffer
 from compile_fsdp.runtime.dtensor import RowShard
 from compile_fsdp.runtime.layout import GlobalLayout, packed_layout, padded_layout
-from compile_fsdp.runtime.placement import Flat, ShardAxes
+from compile_fsdp.runtime.placement import Flat
 from tests.distributed import distributed
 
 R, S, A = Replicate(), Shard(0), Partial("avg")
@@ -108,27 +108,7 @@ def test_plain_dtensors_of_the_same_shape_do_not_interfere() -> None:
 
 
 @distributed(2)
-def test_results_of_operators_keep_their_values() -> None:
-    """DTensor gives a result the plain placement: it is right locally and in reductions, and an
-    operator on tensors that are cut in different places fails."""
-    mesh = init_device_mesh("cpu", (2,))
-    buffer = DBuffer.distribute_tensors(
-        full_values(), mesh, [S], layout=layout_of("packed", dist.get_world_size())
-    )
-    first, last = buffer.get_dtensor(0), buffer.get_dtensor(7)
-    for result in (first * 2.0, first + first, torch._foreach_mul([first], 2.0)[0]):
-        assert isinstance(result, DTensor)
-        assert torch.equal(result.to_local(), first.to_local() * 2.0)
-        norm = torch.linalg.vector_norm(result)
-        assert isinstance(norm, DTensor)
-        expected = torch.linalg.vector_norm(full_values()[0] * 2.0)
-        torch.testing.assert_close(norm.full_tensor(), expected)
-    with pytest.raises(RuntimeError, match="must match the size"):
-        first + last
-
-
-@distributed(2)
-def test_equality_hash_and_copies() -> None:
+def test_equality_copies_and_no_hash() -> None:
     mesh = init_device_mesh("cpu", (2,))
     buffer = DBuffer.distribute_tensors(
         full_values(), mesh, [S], layout=layout_of("packed", dist.get_world_size())
@@ -139,12 +119,39 @@ def test_equality_hash_and_copies() -> None:
     assert S == exact
     assert not exact.is_replicate()
     assert exact == again
-    assert hash(exact) == hash(again)
     assert exact != other
     assert (exact == Shard(1), exact == "S(0)") == (False, False)
+    with pytest.raises(RuntimeError, match=r"torch.empty_like\(parameter\).copy_\(tensor\)"):
+        hash(exact)
     for copied in (copy.deepcopy(exact), pickle.loads(pickle.dumps(exact))):
         assert isinstance(copied, RowShard)
         assert (copied.rows, copied.axes, copied.position) == (exact.rows, exact.axes, 0)
+
+
+@distributed(2)
+def test_what_torch_makes_with_our_placements_is_right_or_refused() -> None:
+    """``DTensor.from_local`` and ``redistribute`` return a class whose operators are torch's."""
+    mesh, values = init_device_mesh("cpu", (2,)), full_values()
+    buffer = DBuffer.distribute_tensors(values, mesh, [S], layout=layout_of("packed", 2))
+    ours = buffer.get_dtensor(0)
+    meta = {"shape": ours.shape, "stride": ours.stride()}
+    made = DTensor.from_local(ours.to_local(), mesh, ours.placements, **meta)
+    # With one of ours, ours runs the operator.
+    assert torch.equal((ours + made).full_tensor(), 2 * values[0])
+    for operator in (torch.sqrt, torch.sum, DTensor.full_tensor, torch.Tensor.clone):
+        with pytest.raises(RuntimeError, match=r"empty_like\(parameter\).copy_\(tensor\)"):
+            operator(made)
+    replicated = DTensor.from_local(values[0], mesh, [R])
+    with pytest.raises(RuntimeError, match=r"empty_like\(parameter\).copy_\(tensor\)"):
+        replicated.redistribute(placements=ours.placements)
+    # What it says to do.
+    for plain in (replicated, distribute_tensor(values[0], mesh, ours.placements)):
+        again = torch.empty_like(ours).copy_(plain)
+        assert torch.equal(again.to_local(), ours.to_local())
+        assert torch.equal(again.full_tensor(), values[0])
+    short = DTensor.from_local(torch.ones(1, 4), mesh, ours.placements, **meta)
+    with pytest.raises(RuntimeError, match="of which this rank holds"):
+        ours + short
 
 
 @LAYOUTS
@@ -162,12 +169,15 @@ def test_redistribute(kind: str) -> None:
                 dtensor = buffer.get_dtensor(index)
                 replicated = dtensor.redistribute(placements=everywhere)
                 assert torch.equal(replicated.to_local(), value)
-                back = replicated.redistribute(placements=dtensor.placements)
+                back = torch.empty_like(dtensor).copy_(replicated)
                 assert torch.equal(back.to_local(), dtensor.to_local())
                 assert torch.equal(back.full_tensor(), value)
                 if value.ndim == 2:
                     columns = dtensor.redistribute(placements=[*everywhere[1:], Shard(1)])
                     assert torch.equal(columns.full_tensor(), value)
+                plain = dtensor.redistribute(placements=list(placements))
+                assert torch.equal(plain.full_tensor(), value)
+                assert dtensor.redistribute(placements=dtensor.placements) is dtensor
 
 
 @LAYOUTS
@@ -256,7 +266,7 @@ def test_a_partial_dtensor_reduces_to_our_rows(kind: str) -> None:
         target = buffer.get_dtensor(index)
         for operation in ("sum", "avg"):
             partial = DTensor.from_local(value * (dist.get_rank() + 1), mesh, [Partial(operation)])
-            reduced = partial.redistribute(placements=target.placements)
+            reduced = torch.empty_like(target).copy_(partial)
             factor = sum(range(1, ranks + 1)) / (ranks if operation == "avg" else 1)
             torch.testing.assert_close(reduced.to_local(), target.to_local() * factor)
 
@@ -282,8 +292,3 @@ def test_what_a_dtensor_cannot_say_is_refused() -> None:
     flat = DBuffer.distribute_tensors([torch.ones(3, 3)], mesh, [Flat()])
     with pytest.raises(ValueError, match=r"not whole rows of 3; the layout is Flat"):
         flat.get_dtensor(0)
-    rows = RowShard((2, 1), ShardAxes((0,), (2,), (dist.get_rank(),)), 0)
-    with pytest.raises(RuntimeError, match="expected the full 3 rows"):
-        rows._replicate_to_shard(torch.ones(2, 2), mesh, 0, 0)
-    with pytest.raises(NotImplementedError, match=r"Partial\('max'\)"):
-        rows._reduce_shard_tensor(torch.ones(3, 2), mesh, "max", 0)

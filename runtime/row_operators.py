@@ -1,0 +1,421 @@
+"""How operators run on DTensors that are cut by rows: one decision for every operator.
+
+An operator that treats each row by itself runs on each rank's own rows, and what it returns is cut
+like what it was given; any other gets whole tensors and returns a replicated one::
+
+    p * 2, p.clone(), exp_avg.lerp_(grad, b)   own rows     result cut like p
+    p.mean(1), p[:, 1:], p.softmax(-1)         own rows     result cut like p
+    p.norm(), grad norms                       own rows     a norm whose parts are still to be added
+    p.sum(), p.mean(0)                         own rows     added up over ranks, replicated
+    p.max(), p @ q, p.tril_()                  whole        replicated; written back if in place
+    p.normal_()                                whole        as rank 0 draws it, everywhere
+    p[3], p.t(), p.flatten()                   refused      a view that no rank could give
+
+torch's own dispatcher is never asked: it takes every ``Shard(0)`` to be cut like ``torch.chunk``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from compile_fsdp.runtime.dtensor import RowShard, cut_of
+from compile_fsdp.runtime.operator_call import Call, map_nested, tensors_in
+from compile_fsdp.runtime.row_values import (
+    cut_like,
+    replicated_dtensor,
+    rows_of,
+    run_on_rows,
+    to_be_reduced,
+    whole,
+    whole_argument,
+)
+from compile_fsdp.runtime.torch_internals import (
+    OpOverload,
+    local_of,
+    norm_placement,
+    written_arguments,
+)
+
+__all__ = ["run_operator"]
+
+# Elementwise, although not tagged "pointwise".
+_ELEMENTWISE = frozenset(
+    "_to_copy alias clone copy copy_ detach detach_ empty_like fill fill_ full_like lift_fresh "
+    "masked_fill masked_fill_ ones_like view_as_complex view_as_real zero zero_ zeros_like".split()
+)
+
+# Along the dims that they name every slice is treated alike, whatever the other slices are.
+_ALONG_DIMS = frozenset(
+    "_log_softmax _log_softmax_backward_data _softmax _softmax_backward_data all amax amin aminmax "
+    "any argmax argmin argsort cummax cummin cumprod cumsum flip linalg_vector_norm logcumsumexp "
+    "logsumexp max mean median min nanmedian nansum permute prod roll select slice sort split "
+    "split_with_sizes squeeze std std_mean sum topk transpose unbind unfold unsqueeze var "
+    "var_mean".split()
+)
+
+_FACTORIES = frozenset("new_empty new_full new_ones new_zeros".split())
+_RESHAPES = frozenset("_reshape_alias _unsafe_view expand reshape view".split())
+
+
+def run_operator(
+    kind: type[DTensor], func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run ``func``, of whose tensors at least one is a ``kind``, as this module's table says.
+
+    Args:
+        kind: the DTensor class whose instances are cut by rows.
+
+    Raises:
+        RuntimeError: ``func`` is a view of other than whole rows, or mixes DTensors with plain
+            tensors that are not scalars.
+    """
+    call = Call(kind, func, args, kwargs)
+    name = call.name
+    if name == "is_same_size":
+        return args[0].shape == args[1].shape
+    if name == "is_pinned":
+        return local_of(args[0]).is_pinned()
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return _random(call)
+    if name == "_amp_foreach_non_finite_check_and_unscale_":
+        return _unscale(call)
+    if name.startswith(("_foreach_", "_fused_")):
+        return _on_lists(call)
+    if torch.Tag.pointwise in func.tags or name in _ELEMENTWISE:
+        return _elementwise(call)
+    for names, rule in _RULES:
+        if name in names:
+            result = rule(call)
+            if result is not NotImplemented:
+                return result
+    if isinstance(args[0] if args else None, kind) and func.is_view:
+        raise _not_a_view(call)
+    decomposed = func.decompose(*args, **kwargs)
+    return _on_whole_tensors(call) if decomposed is NotImplemented else decomposed
+
+
+def _model_of(call: Call, tensors: Sequence[torch.Tensor], written: Sequence[Any]) -> Any:
+    """Which of ``tensors`` the result of an elementwise operator is cut like; None if none."""
+    if written:
+        return written[0] if isinstance(written[0], call.kind) else None
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+    for tensor in tensors:
+        if isinstance(tensor, call.kind) and tensor.ndim == len(shape):
+            if tensor.shape[0] == shape[0]:
+                return tensor
+    return None
+
+
+# One rule for each kind of operator -----------------------------------------------------------
+
+
+def _elementwise(call: Call) -> Any:
+    model = _model_of(call, list(tensors_in((call.args, call.kwargs))), call.written)
+    return _on_whole_tensors(call) if model is None else run_on_rows(call, model)
+
+
+def _on_lists(call: Call) -> Any:
+    """An operator on lists of tensors, elementwise or a norm, position by position.
+
+    Positions without a tensor that is cut by rows, or that write into one that is not, are torch's.
+    """
+    if call.name not in ("_foreach_norm",) and torch.Tag.reduction in call.func.tags:
+        return _on_whole_tensors(call)
+    lists = [each for each in call.arguments.values() if isinstance(each, list | tuple)]
+    tensor_lists = [each for each in lists if each and isinstance(each[0], torch.Tensor)]
+    count, writes = len(tensor_lists[0]), bool(written_arguments(call.func))
+    models: dict[int, DTensor] = {}
+    for index in range(count):
+        here = [each[index] for each in tensor_lists if len(each) == count]
+        model = _model_of(call, here, here[:1] if writes else ())
+        if model is not None:
+            models[index] = model
+    results: list[Any] = [None] * count
+    if models:
+        _put(results, models, _list_on_rows(call, count, models))
+    rest = [index for index in range(count) if index not in models]
+    if rest:
+        as_replicated = call.selected(count, rest).mapped(_replicated_if_cut(call))
+        _put(results, rest, as_replicated.run())
+    return None if writes else results
+
+
+def _list_on_rows(call: Call, count: int, models: dict[int, DTensor]) -> Any:
+    def local(index: int, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        model = models[index]
+        return rows_of(value, cast(RowShard, cut_of(model)), model.ndim)
+
+    def locals_of(value: Any) -> Any:
+        if isinstance(value, list | tuple) and len(value) == count:
+            return [local(index, value[index]) for index in models]
+        return whole(value) if isinstance(value, torch.Tensor) else value
+
+    args = tuple(locals_of(each) for each in call.args)
+    kwargs = {name: locals_of(each) for name, each in call.kwargs.items()}
+    if call.name == "_foreach_norm":
+        return _norms(Call(call.kind, call.func, args, kwargs), list(models.values()))
+    result = call.func(*args, **kwargs)
+    if result is None or written_arguments(call.func):
+        return None
+    return [
+        cut_like(call, each, model, {}) for each, model in zip(result, models.values(), strict=True)
+    ]
+
+
+def _norms(call: Call, models: Sequence[DTensor]) -> list[DTensor]:
+    given = call.arguments
+    order = float(given.get("ord", 2))
+    tensors = given.pop("self")
+    filled = [_not_empty(each, order) for each in tensors]
+    result = call.func(filled, **{key: value for key, value in given.items() if key != "self"})
+    return [_pending_norm(norm, m, order) for norm, m in zip(result, models, strict=True)]
+
+
+def _norm(call: Call) -> Any:
+    """A norm over rows: the parts of all ranks, which DTensor adds up when somebody asks."""
+    given = call.arguments
+    model, dims = given["self"], _dims(call)
+    if 0 not in dims:
+        return run_on_rows(call, model)
+    order = float(given.get("ord", 2))
+    local = _not_empty(local_of(model), order)
+    norm = _pending_norm(call.with_arguments(self=local).run(), model, order)
+    return norm if norm.ndim == 0 else replicated_dtensor(whole(norm), model)
+
+
+def _not_empty(local: torch.Tensor, order: float) -> torch.Tensor:
+    """``local``, or where it has no rows what counts for nothing in a maximum or minimum."""
+    if local.numel() or not math.isinf(order) or local.shape[0]:
+        return local
+    return local.new_full((1, *local.shape[1:]), 0.0 if order > 0 else math.inf)
+
+
+def _pending_norm(norm: torch.Tensor, model: DTensor, order: float) -> DTensor:
+    return to_be_reduced(norm, norm_placement(order), model)
+
+
+def _along_dims(call: Call) -> Any:
+    given = call.arguments
+    model = given.get("self", next(iter(given.values())))
+    if not isinstance(model, call.kind):
+        return NotImplemented
+    if call.name == "linalg_vector_norm":
+        return _norm(call)
+    if call.name == "squeeze":
+        return _squeeze(call, model)
+    if call.name == "slice" and 0 in _dims(call):
+        start, end, step = given.get("start"), given.get("end"), given.get("step", 1)
+        if range(model.shape[0])[slice(start, end, step)] == range(model.shape[0]):
+            return run_on_rows(Call(call.kind, torch.ops.aten.alias.default, (model,), {}), model)
+        return NotImplemented
+    if call.name == "permute":
+        return run_on_rows(call, model) if _dims(call)[:1] == [0] else NotImplemented
+    if 0 not in _dims(call):
+        return run_on_rows(call, model)
+    if call.name in ("sum", "mean") and (model.is_floating_point() or model.is_complex()):
+        return _sum(call, model)
+    return NotImplemented
+
+
+def _sum(call: Call, model: DTensor) -> DTensor:
+    """A sum or a mean over rows and perhaps other dims, in no less than single precision."""
+    given = call.arguments
+    dims, dtype = _dims(call), given.get("dtype") or model.dtype
+    working = dtype if dtype.itemsize >= 4 else torch.float32
+    part = local_of(model).sum(dims, keepdim=given.get("keepdim", False), dtype=working)
+    total = whole(to_be_reduced(part, Partial("sum"), model))
+    if call.name == "mean":
+        total = total / math.prod(model.shape[dim] for dim in dims)
+    return replicated_dtensor(total.to(dtype), model)
+
+
+def _squeeze(call: Call, model: DTensor) -> Any:
+    dims = [dim for dim in _dims(call) if model.shape[dim] == 1]
+    if 0 in dims:
+        return NotImplemented
+    squeeze = Call(call.kind, torch.ops.aten.squeeze.dims, (model, dims), {})
+    return run_on_rows(squeeze, model)
+
+
+def _dims(call: Call) -> list[int]:
+    """The dims that an operator names, not negative; all where it names none."""
+    given = call.arguments
+    model = given.get("self", next(iter(given.values())))
+    ndim = model.ndim + (call.name == "unsqueeze")
+    named: list[int] = []
+    for name in ("dim", "dims", "dim0", "dim1", "dimension"):
+        value = given.get(name)
+        if value is not None:
+            named += value if isinstance(value, list | tuple) else [value]
+    if not named and call.name in ("select", "slice", "split", "split_with_sizes", "unbind"):
+        return [0]
+    if not named and call.name in ("sort", "argsort", "topk"):
+        return [ndim - 1]
+    return [dim % ndim for dim in named] if named else list(range(ndim))
+
+
+def _reshape(call: Call) -> Any:
+    """A view with the same rows."""
+    given = call.arguments
+    model = given["self"]
+    if "size" not in given:  # view(dtype), which changes the last dim
+        same = given["dtype"].itemsize == model.element_size()
+        return run_on_rows(call, model) if same or model.ndim > 1 else NotImplemented
+    size = list(given["size"])
+    local = local_of(model)
+    if call.name == "expand":
+        keeps = len(size) == model.ndim and size[0] in (-1, model.shape[0])
+    else:
+        size = _without_unknown(size, model.numel())
+        keeps = size[:1] == [model.shape[0]]
+    if not keeps:
+        return NotImplemented
+    result = call.with_arguments(self=local, size=[local.shape[0], *size[1:]]).run()
+    return cut_like(call, result, model, {})
+
+
+def _without_unknown(size: list[int], numel: int) -> list[int]:
+    known = math.prod(length for length in size if length != -1)
+    return [numel // max(known, 1) if length == -1 else length for length in size]
+
+
+def _factory(call: Call) -> Any:
+    """``new_zeros(size)`` and the like: cut by the same rows where there are as many."""
+    given = call.arguments
+    model, size = given["self"], list(given["size"])
+    local = local_of(model)
+    if size[:1] == [model.shape[0]]:
+        result = call.with_arguments(self=local, size=[local.shape[0], *size[1:]]).run()
+        return cut_like(call, result, model, {})
+    return replicated_dtensor(call.with_arguments(self=local).run(), model)
+
+
+_RULES: tuple[tuple[frozenset[str], Callable[[Call], Any]], ...] = (
+    (_ALONG_DIMS, _along_dims),
+    (_RESHAPES, _reshape),
+    (_FACTORIES, _factory),
+)
+
+
+# Whole tensors --------------------------------------------------------------------------------
+
+
+def _on_whole_tensors(call: Call, drawn: bool = False) -> Any:
+    """Run the operator on full values, on every rank; its results are replicated.
+
+    What it writes into goes back into each rank's rows. ``drawn``: from a random generator, of
+    which the first rank's counts.
+    """
+    written = call.written
+    if any(isinstance(each, DTensor) and not isinstance(each, call.kind) for each in written):
+        # Into a DTensor of torch's own: it finds the place.
+        call.mapped(_replicated_if_cut(call)).run()
+        return written[0] if len(written) == 1 else tuple(written)
+    model = next(t for t in tensors_in((call.args, call.kwargs)) if isinstance(t, call.kind))
+    values: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def full(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) not in values:
+            values[id(value)] = (value, whole_argument(value))
+        return values[id(value)][1]
+
+    result = call.mapped(full).run()
+    aliases = {}
+    for tensor in written:
+        value = values[id(tensor)][1]
+        aliases[id(value)] = tensor
+        _write_back(call, tensor, _as_first_rank(value, model) if drawn else value)
+
+    def wrap(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) in aliases:
+            return aliases[id(value)]
+        return replicated_dtensor(_as_first_rank(value, model) if drawn else value, model)
+
+    return map_nested(result, wrap)
+
+
+def _write_back(call: Call, tensor: torch.Tensor, value: torch.Tensor) -> None:
+    cut = cut_of(tensor)
+    if cut is None:
+        return
+    if value.shape != tensor.shape:
+        raise RuntimeError(
+            f"{call.func} would change the shape of a sharded tensor from {tuple(tensor.shape)} to "
+            f"{tuple(value.shape)}; make a new one instead"
+        )
+    local_of(cast(DTensor, tensor)).copy_(cut.own_rows(value))
+
+
+def _random(call: Call) -> Any:
+    """As the first rank draws it for the whole tensor, whatever the other ranks' seeds are.
+
+    So the ranks' rows are not alike, replicas are equal, and with the same seed so is one process.
+    """
+    result = _on_whole_tensors(call, drawn=True)
+    model = next(t for t in tensors_in((call.args, call.kwargs)) if isinstance(t, call.kind))
+    cut = cut_of(model)
+    assert cut is not None
+    if isinstance(result, DTensor) and cut_of(result) is None and result.shape == model.shape:
+        return cut_like(call, cut.own_rows(local_of(result)).clone(), model, {})
+    return result
+
+
+def _as_first_rank(value: torch.Tensor, model: DTensor) -> torch.Tensor:
+    everywhere = [Replicate()] * model.device_mesh.ndim
+    with torch.no_grad():
+        return local_of(
+            DTensor.from_local(value.contiguous(), model.device_mesh, everywhere, run_check=True)
+        )
+
+
+def _unscale(call: Call) -> None:
+    """GradScaler's: every rank learns of an inf that one of them has."""
+    gradients, found, scale = call.args
+    mine = [each for each in gradients if isinstance(each, call.kind)]
+    rest = [each for each in gradients if not isinstance(each, call.kind)]
+    if rest:
+        call.func(rest, found, scale)
+    call.func([local_of(each) for each in mine], found, scale)
+    for model in {_meaning(each): each for each in mine}.values():
+        found.copy_(whole(to_be_reduced(found.clone(), Partial("max"), model)))
+
+
+def _meaning(tensor: DTensor) -> tuple[int, tuple[int, ...]]:
+    """Equal for tensors that are cut over the same axes of the same mesh."""
+    cut = cut_of(tensor)
+    assert cut is not None
+    return id(tensor.device_mesh), cut.axes.axes
+
+
+def _not_a_view(call: Call) -> RuntimeError:
+    return RuntimeError(
+        f"{call.func} of a sharded tensor of shape {tuple(call.args[0].shape)} would have to be a "
+        "view of rows that other ranks hold; a copy would not write through. Use full_tensor() "
+        "for a copy of the whole tensor, or to_local() for a view of this rank's rows"
+    )
+
+
+def _replicated_if_cut(call: Call) -> Callable[[Any], Any]:
+    def convert(value: Any) -> Any:
+        if isinstance(value, call.kind):
+            return replicated_dtensor(whole(value), value)
+        return value
+
+    return convert
+
+
+def _put(results: list[Any], indices: Any, values: Sequence[Any] | None) -> None:
+    if values is not None:
+        for index, value in zip(indices, values, strict=True):
+            results[index] = value
