@@ -14,9 +14,14 @@ from compile_fsdp.runtime.parameter_group import (
 )
 from compile_fsdp.runtime.row_dtensor import cut_tensor_like
 
+from .local_step import LocalStep
+
 
 def fully_shard_optimizer(
-    optimizer: torch.optim.Optimizer, *, precision_aware: bool = False
+    optimizer: torch.optim.Optimizer,
+    *,
+    precision_aware: bool = False,
+    local: int | str | None = None,
 ) -> None:
     """Prepare ``optimizer`` for sharded parameters; call it once, after ``fully_shard``.
 
@@ -31,10 +36,16 @@ def fully_shard_optimizer(
         optimizer: any optimizer over (some of) the sharded model's parameters.
         precision_aware: the optimizer accepts gradients of another dtype than the parameter's:
             they are not cast.
+        local: None: the optimizer computes with DTensors. Otherwise it computes with plain tensors,
+            this rank's part of each parameter, and ``local`` is the unit that it updates as a
+            whole and that must not be split between ranks: a number of consecutive elements (the
+            block size of 8-bit state; 1 for AdamW), ``"row"``, or ``"tensor"`` (Muon). Between
+            steps ``param_groups`` and ``state`` have the parameters, and DTensors, as ever.
 
     Raises:
         TypeError: not a ``torch.optim.Optimizer``.
-        ValueError: none of its parameters is sharded, or it has been prepared already.
+        ValueError: none of its parameters is sharded, it has been prepared already, or a unit of
+            ``local`` is split.
         NotImplementedError: later, by ``step(closure)``.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -51,7 +62,10 @@ def fully_shard_optimizer(
             f"no parameter of this {type(optimizer).__name__} is sharded; build the optimizer "
             "from model.parameters() after fully_shard"
         )
-    hooks = _StepHooks(precision_aware)
+    local_step = None if local is None else LocalStep(local)
+    if local_step is not None:
+        local_step.check(optimizer)
+    hooks = _StepHooks(precision_aware, local_step)
     hooks.mark_synced(optimizer)
     optimizer.register_step_pre_hook(hooks.before_step)
     optimizer.register_step_post_hook(hooks.after_step)
@@ -90,8 +104,9 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 class _StepHooks:
     """What one optimizer's step does before and after."""
 
-    def __init__(self, precision_aware: bool) -> None:
+    def __init__(self, precision_aware: bool, local_step: LocalStep | None) -> None:
         self._precision_aware = precision_aware
+        self._local_step = local_step
         self._original_gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @staticmethod
@@ -111,10 +126,16 @@ class _StepHooks:
                 f"{type(optimizer).__name__}.step(closure) is not supported with sharded "
                 "parameters: run forward and backward first, then call step() without a closure"
             )
+        if self._local_step is not None:
+            self._local_step.leave(optimizer)  # a step that raised did not
         self.mark_synced(optimizer)
         self._original_gradients.clear()
-        if self._precision_aware:
-            return
+        if not self._precision_aware:
+            self._cast_gradients(optimizer)
+        if self._local_step is not None:
+            self._local_step.enter(optimizer)
+
+    def _cast_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         for parameter in _parameters(optimizer):
             gradient = parameter.grad
             if gradient is not None and gradient.dtype != parameter.dtype:
@@ -124,6 +145,8 @@ class _StepHooks:
     def after_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
+        if self._local_step is not None:
+            self._local_step.leave(optimizer)
         for parameter, gradient in self._original_gradients:
             _set_gradient(parameter, gradient)
         self._original_gradients.clear()

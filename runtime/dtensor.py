@@ -28,7 +28,7 @@ from compile_fsdp.runtime.placement import ShardAxes, segment_number
 from compile_fsdp.runtime.streams import make_lane
 from compile_fsdp.runtime.torch_internals import DTensorSpec, dtensor_spec, local_of, spec_of
 
-__all__ = ["RowShard", "cut_of", "make_spec", "segment_number", "spec_like"]
+__all__ = ["RowShard", "cut_of", "make_spec", "segment_number", "spec_like", "with_rows"]
 
 
 class RowShard(Shard):
@@ -178,6 +178,16 @@ def make_spec(
     lengths = [max(length, 1) for length in shape]
     stride = [math.prod(lengths[dim + 1 :]) for dim in range(len(lengths))]
     return dtensor_spec(mesh, exact, shape, stride, dtype)
+
+
+def with_rows(spec: DTensorSpec, rows: tuple[int, ...], local: torch.Tensor) -> DTensorSpec:
+    """As `spec_like`, of a view whose segments have ``rows``."""
+    placements = [
+        RowShard(rows, each.axes, each.position) if isinstance(each, RowShard) else each
+        for each in spec.placements
+    ]
+    shape = (sum(rows), *local.shape[1:])
+    return dtensor_spec(spec.mesh, placements, shape, local.stride(), local.dtype)
 
 
 def spec_like(spec: DTensorSpec, rows: int, local: torch.Tensor) -> DTensorSpec:

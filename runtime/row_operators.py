@@ -4,12 +4,12 @@ An operator that treats each row by itself runs on each rank's own rows, and wha
 like what it was given; any other gets whole tensors and returns a replicated one::
 
     p * 2, p.clone(), exp_avg.lerp_(grad, b)   own rows     result cut like p
-    p.mean(1), p[:, 1:], p.softmax(-1)         own rows     result cut like p
-    p.norm(), grad norms                       own rows     a norm whose parts are still to be added
-    p.sum(), p.mean(0)                         own rows     added up over ranks, replicated
-    p.max(), p @ q, p.tril_()                  whole        replicated; written back if in place
+    p.mean(1), p[:, 1:], p.softmax(-1), p @ q  own rows     result cut like p
+    p.norm(), p.sum(), p.mean(0)               own rows     added up over ranks, replicated
+    p.view(-1)                                 own rows     elements for rows, cut alike
+    p.max(), p.cumsum(0), p.tril_()            whole        replicated; written back if in place
     p.normal_()                                whole        as rank 0 draws it, everywhere
-    p[3], p.t(), p.flatten()                   refused      a view that no rank could give
+    p[3], p.t()                                refused      a view that no rank could give
 
 torch's own dispatcher is never asked: it takes every ``Shard(0)`` to be cut like ``torch.chunk``.
 """
@@ -23,7 +23,7 @@ from typing import Any, cast
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from compile_fsdp.runtime.dtensor import RowShard, cut_of
+from compile_fsdp.runtime.dtensor import cut_of, with_rows
 from compile_fsdp.runtime.operator_call import Call, map_nested, tensors_in
 from compile_fsdp.runtime.row_values import (
     cut_like,
@@ -36,8 +36,10 @@ from compile_fsdp.runtime.row_values import (
 )
 from compile_fsdp.runtime.torch_internals import (
     OpOverload,
+    dtensor_over,
     local_of,
     norm_placement,
+    spec_of,
     written_arguments,
 )
 
@@ -122,7 +124,8 @@ def _elementwise(call: Call) -> Any:
 def _on_lists(call: Call) -> Any:
     """An operator on lists of tensors, elementwise or a norm, position by position.
 
-    Positions without a tensor that is cut by rows, or that write into one that is not, are torch's.
+    Replicated tensors run along, as torch lacks rules for some of these operators; positions that
+    write into a DTensor of torch's own that is sharded are torch's.
     """
     if call.name not in ("_foreach_norm",) and torch.Tag.reduction in call.func.tags:
         return _on_whole_tensors(call)
@@ -133,6 +136,8 @@ def _on_lists(call: Call) -> Any:
     for index in range(count):
         here = [each[index] for each in tensor_lists if len(each) == count]
         model = _model_of(call, here, here[:1] if writes else ())
+        if model is None and all(_is_replicated(each) for each in here):
+            model = next((each for each in here if isinstance(each, DTensor)), None)
         if model is not None:
             models[index] = model
     results: list[Any] = [None] * count
@@ -149,8 +154,8 @@ def _list_on_rows(call: Call, count: int, models: dict[int, DTensor]) -> Any:
     def local(index: int, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        model = models[index]
-        return rows_of(value, cast(RowShard, cut_of(model)), model.ndim)
+        cut = cut_of(models[index])
+        return whole(value) if cut is None else rows_of(value, cut, models[index].ndim)
 
     def locals_of(value: Any) -> Any:
         if isinstance(value, list | tuple) and len(value) == count:
@@ -165,29 +170,47 @@ def _list_on_rows(call: Call, count: int, models: dict[int, DTensor]) -> Any:
     if result is None or written_arguments(call.func):
         return None
     return [
-        cut_like(call, each, model, {}) for each, model in zip(result, models.values(), strict=True)
+        cut_like(call, each, model, {})
+        if isinstance(model, call.kind)
+        else replicated_dtensor(each, model)
+        for each, model in zip(result, models.values(), strict=True)
     ]
 
 
-def _norms(call: Call, models: Sequence[DTensor]) -> list[DTensor]:
+def _is_replicated(tensor: torch.Tensor) -> bool:
+    """Whether every rank holds all of ``tensor``."""
+    if not isinstance(tensor, DTensor):
+        return tensor.numel() == 1
+    return all(placement.is_replicate() for placement in tensor.placements)
+
+
+def _norms(call: Call, models: Sequence[DTensor]) -> list[Any]:
+    """Norms of whole tensors, those over the same axes added up in one collective."""
     given = call.arguments
     order = float(given.get("ord", 2))
-    tensors = given.pop("self")
-    filled = [_not_empty(each, order) for each in tensors]
-    result = call.func(filled, **{key: value for key, value in given.items() if key != "self"})
-    return [_pending_norm(norm, m, order) for norm, m in zip(result, models, strict=True)]
+    filled = [_not_empty(each, order) for each in given.pop("self")]
+    parts = call.func(filled, **given)
+    result: list[Any] = [None] * len(models)
+    alike: dict[Any, list[int]] = {}
+    for index, model in enumerate(models):
+        alike.setdefault((_meaning(model), parts[index].dtype), []).append(index)
+    for indices in alike.values():
+        model = models[indices[0]]
+        together = torch.stack([parts[index] for index in indices])
+        norms = whole(to_be_reduced(together, norm_placement(order), model))
+        for index, norm in zip(indices, norms.unbind(), strict=True):
+            result[index] = replicated_dtensor(norm, model)
+    return result
 
 
 def _norm(call: Call) -> Any:
-    """A norm over rows: the parts of all ranks, which DTensor adds up when somebody asks."""
     given = call.arguments
     model, dims = given["self"], _dims(call)
     if 0 not in dims:
         return run_on_rows(call, model)
     order = float(given.get("ord", 2))
-    local = _not_empty(local_of(model), order)
-    norm = _pending_norm(call.with_arguments(self=local).run(), model, order)
-    return norm if norm.ndim == 0 else replicated_dtensor(whole(norm), model)
+    part = call.with_arguments(self=_not_empty(local_of(model), order)).run()
+    return replicated_dtensor(whole(to_be_reduced(part, norm_placement(order), model)), model)
 
 
 def _not_empty(local: torch.Tensor, order: float) -> torch.Tensor:
@@ -195,10 +218,6 @@ def _not_empty(local: torch.Tensor, order: float) -> torch.Tensor:
     if local.numel() or not math.isinf(order) or local.shape[0]:
         return local
     return local.new_full((1, *local.shape[1:]), 0.0 if order > 0 else math.inf)
-
-
-def _pending_norm(norm: torch.Tensor, model: DTensor, order: float) -> DTensor:
-    return to_be_reduced(norm, norm_placement(order), model)
 
 
 def _along_dims(call: Call) -> Any:
@@ -262,28 +281,54 @@ def _dims(call: Call) -> list[int]:
 
 
 def _reshape(call: Call) -> Any:
-    """A view with the same rows."""
+    """A view of whole rows as other rows: ``(R, a, b)`` as ``(R * a, b)``, as ``(R * a * b,)``."""
     given = call.arguments
     model = given["self"]
+    cut, local = cut_of(model), local_of(model)
+    assert cut is not None
     if "size" not in given:  # view(dtype), which changes the last dim
         same = given["dtype"].itemsize == model.element_size()
         return run_on_rows(call, model) if same or model.ndim > 1 else NotImplemented
     size = list(given["size"])
-    local = local_of(model)
     if call.name == "expand":
-        keeps = len(size) == model.ndim and size[0] in (-1, model.shape[0])
+        if len(size) != model.ndim or size[0] not in (-1, model.shape[0]):
+            return NotImplemented
+        return cut_like(call, _resized(call, local, local.shape[0], size), model, {})
+    size = _without_unknown(size, model.numel())
+    old, new = math.prod(model.shape[1:]), math.prod(size[1:])
+    if old * new == 0 or not size:
+        keeps = bool(size) and size[0] == cut.total
+        rows = list(cut.rows)
     else:
-        size = _without_unknown(size, model.numel())
-        keeps = size[:1] == [model.shape[0]]
+        keeps = all(count * old % new == 0 for count in cut.rows)
+        rows = [count * old // new for count in cut.rows]
     if not keeps:
         return NotImplemented
-    result = call.with_arguments(self=local, size=[local.shape[0], *size[1:]]).run()
-    return cut_like(call, result, model, {})
+    result = _resized(call, local, rows[cut.axes.segment], size)
+    return dtensor_over(result, with_rows(spec_of(model), tuple(rows), result), call.kind)
+
+
+def _resized(call: Call, local: torch.Tensor, rows: int, size: list[int]) -> torch.Tensor:
+    result: torch.Tensor = call.with_arguments(self=local, size=[rows, *size[1:]]).run()
+    return result
 
 
 def _without_unknown(size: list[int], numel: int) -> list[int]:
     known = math.prod(length for length in size if length != -1)
     return [numel // max(known, 1) if length == -1 else length for length in size]
+
+
+def _product(call: Call) -> Any:
+    """``mm``: rows of the first matrix times the whole second; ``bmm``: slices of both."""
+    model = call.args[0]
+    if call.name == "bmm":
+        tensors = list(tensors_in(call.args))
+        cut = next(each for each in tensors if isinstance(each, call.kind))
+        return run_on_rows(call, cut)
+    if not isinstance(model, call.kind):
+        return NotImplemented
+    result = call.func(local_of(model), whole_argument(call.args[1]), **call.kwargs)
+    return cut_like(call, result, model, {})
 
 
 def _factory(call: Call) -> Any:
@@ -301,6 +346,7 @@ _RULES: tuple[tuple[frozenset[str], Callable[[Call], Any]], ...] = (
     (_ALONG_DIMS, _along_dims),
     (_RESHAPES, _reshape),
     (_FACTORIES, _factory),
+    (frozenset(("mm", "bmm")), _product),
 )
 
 
@@ -394,8 +440,7 @@ def _unscale(call: Call) -> None:
 def _meaning(tensor: DTensor) -> tuple[int, tuple[int, ...]]:
     """Equal for tensors that are cut over the same axes of the same mesh."""
     cut = cut_of(tensor)
-    assert cut is not None
-    return id(tensor.device_mesh), cut.axes.axes
+    return id(tensor.device_mesh), () if cut is None else cut.axes.axes
 
 
 def _not_a_view(call: Call) -> RuntimeError:

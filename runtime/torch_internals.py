@@ -88,8 +88,7 @@ def local_of(dtensor: DTensor) -> torch.Tensor:
 def norm_placement(order: float) -> Placement:
     """The placement of a vector norm whose ranks' parts have not been put together yet.
 
-    It is what DTensor gives a norm: parts of several norms may be stacked and reduced at once,
-    which is why ``clip_grad_norm_`` takes one collective.
+    DTensor has one for norms other than maxima and counts, without a public name.
     """
     if math.isinf(order):
         return Partial("max" if order > 0 else "min")
