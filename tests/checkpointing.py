@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from compile_fsdp import MixedPrecisionPolicy, Placements, fully_shard
+from compile_fsdp.checkpoint_state import clean_fqn
 
 Values = dict[str, torch.Tensor]
 
@@ -112,7 +113,7 @@ def values_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
     if optimizer is not None:
         for name, parameter in model.named_parameters():
             for key, value in sorted(optimizer.state.get(parameter, {}).items()):
-                values[f"{name}/{key}"] = full(value)
+                values[f"{clean_fqn(name)}/{key}"] = full(value)
     return values
 
 
