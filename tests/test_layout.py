@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from compile_fsdp.runtime.layout import (
     GlobalLayout,
+    least_padded_size,
     make_layout,
     packed_layout,
     padded_layout,
@@ -164,6 +165,7 @@ def test_padded_promises(shapes: list[Shape], ranks: int, block: int, alignment:
     check_layout(layout, shapes, block, alignment)
     sizes = {stop - start for start, stop in map(layout.segment, range(ranks))}
     assert len(sizes) == 1, "segments are equal"
+    assert layout.size >= least_padded_size(shapes, ranks, block=block, alignment=alignment)
 
 
 @given(**arguments)
@@ -201,6 +203,7 @@ def test_searched_layouts_keep_the_promises(
     check_layout(layout, shapes, block, alignment)
     sizes = {stop - start for start, stop in map(layout.segment, range(ranks))}
     assert len(sizes) == 1, "segments are equal"
+    assert layout.size >= least_padded_size(shapes, ranks, block=block, alignment=alignment)
 
 
 @given(

@@ -80,6 +80,7 @@ def _rows_whole(shapes: list[Shape], offsets: tuple[int, ...], segment: int) -> 
     [
         ([(7, 3), (5, 2)], 3, 1),
         ([(6, 2), (4, 3)], 6, 1),  # both longer than two shares: a multiple of 6
+        ([(5, 3), (5, 2)], 2, 1),  # longer than a share, not than two: 13 and no multiple of 3
         ([(2, 9), (3,), (4,)], 4, 1),  # a row is longer than an equal share
         ([(5, 3), (3, 2)], 2, 4),
         ([(3, 6), (2, 5)], 3, 2),
