@@ -33,7 +33,7 @@ def time_unit(schedule: Schedule) -> str:
 def bytes_of(step: Step, groups: Groups) -> int:
     """The size of the buffer that a step gathers or reduces; 0 where it does neither."""
     if isinstance(step, Unshard):
-        return groups[step.group].gather_bytes
+        return 0 if step.gathered else groups[step.group].gather_bytes
     if isinstance(step, ReduceInner | ReduceOuter):
         return groups[step.group].reduce_bytes
     return 0

@@ -88,13 +88,12 @@ def plan(
     )
     steps = _chained([slot.step for slot in slots])
     known = {name: groups[name] for name in used}
-    kept = frozenset(facts.kept) if facts.is_backward else frozenset()
     return Schedule(
         steps=steps,
         facts=facts,
         groups=known,
         memory=memory_curve(steps, facts, known),
-        timeline=timeline(steps, facts, known, policy.costs, kept=kept),
+        timeline=timeline(steps, facts, known, policy.costs),
         budget=policy.budget_bytes,
         keeping=keeping,
     )
@@ -171,7 +170,8 @@ def _gather_slots(
         turn, anchor = _FIRST, facts.start
         if lead.leader is not None:
             turn, anchor = _UNSHARD, units[lead.leader].first
-        yield _Slot(turn, Unshard(anchor=anchor, group=group, reason=lead.reason))
+        step = Unshard(anchor=anchor, group=group, gathered=unit.gathered, reason=lead.reason)
+        yield _Slot(turn, step)
         yield _Slot(_WAIT, Wait(anchor=unit.first, group=group, reason="read from here on"))
 
 

@@ -61,9 +61,14 @@ class GroupStep(Step):
 
 @dataclass(frozen=True)
 class Unshard(GroupStep):
-    """Start gathering the group's flat buffer."""
+    """Start gathering the group's flat buffer.
+
+    Attributes:
+        gathered: it is there already, kept since the forward graph: nothing is communicated.
+    """
 
     op: ClassVar[str] = "unshard"
+    gathered: bool = False
 
 
 @dataclass(frozen=True)
@@ -202,7 +207,7 @@ class Schedule:
         return "\n".join([self._title(), *table([header, *rows], right_aligned=(0, 4))])
 
     def _title(self) -> str:
-        gathered = [step for step in self.steps if isinstance(step, Unshard)]
+        gathered = [s for s in self.steps if isinstance(s, Unshard) and not s.gathered]
         reduced = [step for step in self.steps if isinstance(step, ReduceInner)]
         parts = [
             f"{len(steps)} {verb} ({format_bytes(sum(self._bytes(step) for step in steps))})"
@@ -227,7 +232,7 @@ class Schedule:
         return self.groups[step.group].label if isinstance(step, GroupStep) else ""
 
     def _bytes(self, step: Step) -> int:
-        if isinstance(step, Unshard):
+        if isinstance(step, Unshard) and not step.gathered:
             return self.groups[step.group].gather_bytes
         if isinstance(step, ReduceInner | ReduceOuter):
             return self.groups[step.group].reduce_bytes

@@ -29,12 +29,10 @@ def timeline(
     facts: GraphFacts,
     groups: Mapping[str, GroupFacts],
     costs: CostModel,
-    *,
-    kept: frozenset[str] = frozenset(),
 ) -> Timeline:
-    """Play ``steps``. Gathers of groups in ``kept`` find them gathered."""
+    """Play ``steps``."""
     before = clock(facts, costs)
-    lanes = _Lanes(groups, costs, kept)
+    lanes = _Lanes(groups, costs)
     for step in steps:
         lanes.play(step, before[step.anchor])
     return Timeline(tuple(lanes.times), before[-1], before[-1] + lanes.delay, lanes.communication)
@@ -43,12 +41,9 @@ def timeline(
 class _Lanes:
     """The state of the play: when each lane is free, and when each group is ready."""
 
-    def __init__(
-        self, groups: Mapping[str, GroupFacts], costs: CostModel, kept: frozenset[str]
-    ) -> None:
+    def __init__(self, groups: Mapping[str, GroupFacts], costs: CostModel) -> None:
         self.groups = groups
         self.costs = costs
-        self.kept = kept
         self.delay = 0.0
         self.communication = 0.0
         self.times: list[StepTime] = []
@@ -78,7 +73,7 @@ class _Lanes:
     def _seconds(self, step: Unshard | ReduceInner | ReduceOuter) -> float:
         group = self.groups[step.group]
         if isinstance(step, Unshard):
-            return 0.0 if step.group in self.kept else self.costs.gather_seconds([group])
+            return 0.0 if step.gathered else self.costs.gather_seconds([group])
         if isinstance(step, ReduceInner):
             return self.costs.reduce_inner_seconds([group])
         return self.costs.reduce_outer_seconds(group)
