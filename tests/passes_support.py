@@ -177,10 +177,12 @@ def traced(
     function: Callable[..., Any],
     *inputs: torch.Tensor,
     policy: Policy | None = None,
+    dynamic: bool = False,
 ) -> dict[GraphKind, GraphModule]:
     """The graphs that AOTAutograd makes of ``function``, before any rewrite.
 
-    ``inputs`` must include the flat shards of all groups that the function reads.
+    ``inputs`` must include the flat shards of all groups that the function reads. ``dynamic``:
+    with symbolic sizes.
     """
     graphs: dict[GraphKind, GraphModule] = {}
 
@@ -203,6 +205,7 @@ def traced(
         bw_compiler=keep(GraphKind.BACKWARD),
         inference_compiler=keep(GraphKind.INFERENCE),
         partition_fn=partition,
+        dynamic=dynamic,
     )
     output = compiled(*inputs)
     if GraphKind.BACKWARD not in graphs and GraphKind.FORWARD in graphs:
