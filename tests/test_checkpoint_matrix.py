@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import load as dcp_load
 from torch.distributed.checkpoint import save as dcp_save
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
@@ -214,6 +215,42 @@ def test_every_world_loads_what_every_other_saved(tmp_path: Path) -> None:
             assert any(name.endswith("/exp_avg") for name in ours) is (kind == "adamw")
             checked += 1
     assert checked == len(PAIRS)
+
+
+# By torch.distributed.checkpoint alone ----------------------------------------------------------
+
+
+def trained_zoo(seed: int) -> nn.Module:
+    """Without the parameter that gets no gradient: torch's functions make state for all."""
+    model = zoo(seed=seed)
+    del model.unused
+    return model
+
+
+def exchange_by_dcp(folder: Path, world: World, kind: str, saves: bool) -> Values:
+    """What ``get_state_dict`` gives goes to disk, and what comes from there to its counterpart."""
+    model = world.shard(trained_zoo(0 if saves else 1))
+    optimizer = make_optimizer(kind, model)
+    if saves:
+        train(model, optimizer, range(2))
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    state = {"model": of_model, "optimizer": of_optimizer}
+    if saves:
+        dcp_save(state, checkpoint_id=folder)
+    else:
+        dcp_load(state, checkpoint_id=folder)
+        set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
+    return values_of(model, optimizer)
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_torch_own_state_dict_functions_exchange_optimizer_state(kind: str, tmp_path: Path) -> None:
+    source = World("zero3", "packed", 3)
+    expected = run(3, exchange_by_dcp, tmp_path / "c", source, kind, True)[0]
+    for target in (World("zero1", "blocks", 2), World("hsdp", "padded", 4)):
+        for found in run(target.ranks, exchange_by_dcp, tmp_path / "c", target, kind, False):
+            assert_equal(found, expected)
 
 
 # Going on ---------------------------------------------------------------------------------------
