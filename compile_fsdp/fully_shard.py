@@ -19,6 +19,7 @@ from compile_fsdp.runtime.parameter_group import (
 )
 from compile_fsdp.runtime.placement import Placements, ShardLayout
 from compile_fsdp.runtime.registry import registry
+from compile_fsdp.runtime.torch_internals import move_hooks
 
 from .context import FsdpContext
 from .eager import install_hooks, watch_gradients
@@ -347,6 +348,7 @@ def _extend(module: nn.Module, unit: FsdpUnit, groups: tuple[FsdpParameterGroup,
 def _place_shards(module: nn.Module, groups: Sequence[FsdpParameterGroup]) -> None:
     for group in groups:
         for parameter in group.parameters:
+            move_hooks(parameter.unsharded, parameter.sharded)
             for fqn in parameter.fqns:
                 owner_fqn, _, name = fqn.rpartition(".")
                 module.get_submodule(owner_fqn)._parameters[name] = parameter.sharded

@@ -28,10 +28,13 @@ def check_all_managed(root: nn.Module) -> None:
         RuntimeError: names the parameter.
     """
     for module in root.modules():
+        # Under a managed name there is another tensor while functional_call runs.
+        managed = module.__dict__.get(SLOTS_ATTRIBUTE, ())
         for name, parameter in module._parameters.items():
             if (
                 parameter is not None
                 and parameter.requires_grad
+                and name not in managed
                 and get_containing_parameter_group(parameter) is None
             ):
                 raise _unmanaged(root, parameter, name)

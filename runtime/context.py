@@ -150,13 +150,17 @@ class GroupContext:
         at_end_of_backward(finish)
 
     def end_of_backward(self) -> None:
-        """Finish gradients: outer reductions on the last microbatch, then wait for all of them."""
-        for group in self._reduced:
+        """Finish gradients: outer reductions on the last microbatch, then wait for all of them.
+        Users' hooks come last."""
+        reduced = list(self._reduced)
+        for group in reduced:
             if self.is_last_microbatch:
                 group.reduce_outer_gradients()
             group.flat_leaf.grad = None
         self._reduced.clear()
         self.wait_for_reductions()
+        for group in reduced:
+            group.call_gradient_hooks()
 
     def wait_for_reductions(self) -> None:
         """Compute issued after this sees finished gradients."""

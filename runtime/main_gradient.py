@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from .dbuffer import DBuffer
+from .gradient_hooks import GradientHooks
 from .streams import Event, Lane
 from .torch_internals import copy_each, zero_each
 
@@ -36,6 +37,7 @@ class MainGradient:
         buffer: the accumulator at the gradient placements.
         finished: its view at the optimizer's placements.
         needs_outer: whether `finish` has anything to do.
+        hooks: the hooks of the parameters.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class MainGradient:
         self._finished_placements = tuple(finished_placements)
         self._parameters = tuple(parameters)
         self._fqns = tuple(fqns)
+        self.hooks = GradientHooks(parameters, fqns)
         self._bound: dict[int, torch.Tensor] = {}
         self._use(allocate())
         # What a group without gradients shows: the same buffers, without memory.
@@ -99,6 +102,7 @@ class MainGradient:
             self._set_finished_aside(missing)
         lane.wait_current()
         reduced = reduce_to(partial, self.buffer.placements, lane, label=label)
+        self.hooks.see(reduced, indices, lane)
         target = self.buffer.local
         # Dropped by the user, or never bound: their parts start from zero.
         restarted = [] if begins else [self.buffer.get_local_tensor(index) for index in missing]
@@ -116,6 +120,22 @@ class MainGradient:
         lane.then(take_in)
         wanted = [i for i in indices if self._parameters[i].requires_grad]
         self._bind(self.buffer, [i for i in wanted if self._parameters[i].grad is None])
+
+    def check_addition(self, index: int) -> None:
+        """Whether somebody else may add a finished gradient to the ``.grad`` of a parameter now.
+
+        Raises:
+            RuntimeError: it waits for its last microbatch.
+        """
+        bound = self._bound.get(index)
+        if self.needs_outer and not self._stale and self._parameters[index].grad is bound:
+            if bound is not None:
+                raise RuntimeError(
+                    f"the loss reads the sharded parameter {self._fqns[index]!r} itself (a penalty "
+                    "on model.parameters()), and its gradient came after those of the model, which "
+                    "are not reduced over all axes yet; compute the penalty after the model's "
+                    "forward, or in a backward of its own after the last microbatch"
+                )
 
     def _take_over_foreign_gradients(self, lane: Lane) -> None:
         """Copy in every ``.grad`` that somebody else has put there (``p.grad = p.grad * 0.5``).

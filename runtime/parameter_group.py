@@ -164,7 +164,22 @@ class FsdpParameterGroup:
         def allocate() -> DBuffer:
             return self._new_buffer(grad_placements, precision.main_grads_dtype)
 
-        return MainGradient(allocate, main_placements, sharded, self._fqns)
+        gradient = MainGradient(allocate, main_placements, sharded, self._fqns)
+        gradient.hooks.guard(self._before_foreign_addition())
+        return gradient
+
+    def _before_foreign_addition(self) -> Callable[[int], None]:
+        """What must happen before autograd itself adds to a ``.grad``. Refers to the group weakly:
+        autograd holds it where Python's garbage collector cannot see it."""
+        reference = weakref.ref(self)
+
+        def prepare(index: int) -> None:
+            group = reference()
+            if group is not None and group._gradient is not None:
+                group.context.wait_for_reductions()
+                group._gradient.check_addition(index)
+
+        return prepare
 
     def _new_buffer(self, placements: Sequence[Placement], dtype: torch.dtype) -> DBuffer:
         shapes, layout = self.layout.tensor_shapes, self.layout
@@ -286,6 +301,7 @@ class FsdpParameterGroup:
             self._separate_main_weight()
             self._gradient = self._create_gradient()
         self._trainability.take_over(self.flat_leaf)
+        self._gradient.hooks.guard(self._before_foreign_addition())
         return True
 
     def _separate_main_weight(self) -> None:
@@ -491,6 +507,14 @@ class FsdpParameterGroup:
         if not self.syncs_with_optimizer:
             self._unsharding.maybe_stepped = True
         self.context.note_reduction(self, partial, lane.record_event())
+        if self._gradient.hooks.note(indices):
+            self.context.finish_at_end_of_backward()
+
+    def call_gradient_hooks(self) -> None:
+        """Run post-accumulate hooks of the parameters whose gradients are finished."""
+        gradient = self._gradient
+        if gradient and (self.context.is_last_microbatch or not gradient.needs_outer):
+            gradient.hooks.call_post_accumulate()
 
     def reduce_outer_gradients(self) -> None:
         """Finish gradients over the axes that the gradient placements left partial.

@@ -122,3 +122,24 @@ def zero_each(tensors: Sequence[torch.Tensor]) -> None:
     """``tensor.zero_()`` for each, in one call (see `copy_each`)."""
     if tensors:
         torch._foreach_zero_(list(tensors))
+
+
+def gradient_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:
+    """What ``tensor.register_hook`` has registered; autograd's own list has no public name."""
+    return list((tensor._backward_hooks or {}).values())
+
+
+def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
+    """What ``register_post_accumulate_grad_hook`` has registered; FSDP2 reads it too."""
+    hooks = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return list((hooks or {}).values())
+
+
+def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Give the hooks of ``source`` to ``target``; the handles that users hold still remove them."""
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(source, name, None)
+        if hooks:
+            hooks.update(getattr(target, name, None) or {})
+            setattr(target, name, hooks)
+            setattr(source, name, None)
