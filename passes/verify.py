@@ -14,14 +14,16 @@ What is proven:
 - nothing gathered is returned or written to;
 - every gradient is reduced once, each group at most once, and every reduction is waited for;
 - flat shards get None for a gradient;
-- communication stands in the planned order, and arguments keep it there.
+- only what the plan keeps for backward is kept, and only by a forward graph;
+- communication stands in the planned order and at the planned places, and arguments keep it there;
+- so many gathered bytes are live at each node as the plan says.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, cast
 
@@ -31,9 +33,10 @@ from torch.fx import Graph, Node
 from compile_fsdp.runtime.group_info import GroupInfo
 
 from .aliases import AliasTree, alias_trees, written_arguments
+from .dependencies import Dependencies
 from .facts import GraphFacts, GraphKind
 from .gradients import graph_outputs
-from .steps import GroupStep, Schedule, Step, WaitReductions
+from .steps import GroupStep, Schedule, Step, Wait, WaitReductions
 from .targets import (
     ADD,
     AS_STRIDED,
@@ -72,20 +75,29 @@ def verify(
     Raises:
         VerificationError: names the node and the parameter for which a proof fails.
     """
-    rewritten = _Rewritten(graph, facts, groups)
+    rewritten = _Rewritten(graph, facts, groups, schedule)
     _check_no_markers(rewritten)
     _check_lifetimes(rewritten)
     _check_readers(rewritten)
     _check_gradients(rewritten)
     _check_reductions_end(rewritten)
+    _check_kept(rewritten)
     _check_sequence(rewritten, schedule)
+    _check_places(rewritten, schedule)
+    _check_live_bytes(rewritten, schedule)
     _check_order_by_arguments(rewritten)
 
 
 class _Rewritten:
     """A rewritten graph with what all checks ask of it."""
 
-    def __init__(self, graph: Graph, facts: GraphFacts, groups: Mapping[str, GroupInfo]) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        facts: GraphFacts,
+        groups: Mapping[str, GroupInfo],
+        schedule: Schedule,
+    ) -> None:
         self.graph = graph
         self.facts = facts
         self.groups = groups
@@ -93,6 +105,22 @@ class _Rewritten:
         self.position = {node: number for number, node in enumerate(self.nodes)}
         self.communication = [node for node in self.nodes if is_communication(node)]
         self.buffers = alias_trees(graph, self.calls(UNSHARD))
+        self.original = self._places_of_nodes_that_stayed(schedule)
+
+    def _places_of_nodes_that_stayed(self, schedule: Schedule) -> dict[str, int]:
+        """Position of each node before the rewrite, by name, but of views of parameters that stood
+        before the wait and have moved behind it."""
+        waits = {step.group: step.anchor for step in schedule.steps if isinstance(step, Wait)}
+        first = {
+            view.name: waits.get(_group_of(tree.root), 0)
+            for tree in self.buffers
+            for view in tree.aliases
+        }
+        return {
+            name: position
+            for position, name in enumerate(self.facts.names)
+            if position >= first.get(name, self.facts.start)
+        }
 
     def calls(self, *targets: object) -> list[Node]:
         """Communication nodes with one of the targets, in graph order."""
@@ -138,6 +166,17 @@ def _check_lifetimes(graph: _Rewritten) -> None:
                     f"{node.name} works on {full.name}, the buffer of group {group!r}, but "
                     f"names group {_group_of(node)!r}"
                 )
+
+
+def _check_kept(graph: _Rewritten) -> None:
+    """What is kept outlives the graph: only a forward graph may, and only as planned."""
+    allowed = graph.facts.kept if graph.facts.kind is GraphKind.FORWARD else ()
+    for node in graph.calls(KEEP):
+        if _group_of(node) not in allowed:
+            raise VerificationError(
+                f"{node.name} keeps group {_group_of(node)!r} unsharded behind this "
+                f"{graph.facts.kind.value} graph, which keeps {list(allowed)}"
+            )
 
 
 def _only_user(full: Node, *targets: object) -> Node:
@@ -354,6 +393,50 @@ def _check_sequence(graph: _Rewritten, schedule: Schedule) -> None:
             )
 
 
+def _check_places(graph: _Rewritten, schedule: Schedule) -> None:
+    """Each step stands between the nodes that it was planned between."""
+    steps = iter(schedule.steps)
+    last = -1
+    open_steps: list[tuple[Node, int]] = []
+    for node in graph.nodes:
+        if is_communication(node):
+            anchor = next(steps).anchor
+            if last >= anchor:
+                raise VerificationError(
+                    f"{node.name} stands behind {graph.facts.names[last]}, it was planned before "
+                    f"{graph.facts.names[anchor]}"
+                )
+            open_steps.append((node, anchor))
+        elif (position := graph.original.get(node.name)) is not None:
+            for step, anchor in open_steps:
+                if position < anchor:
+                    raise VerificationError(
+                        f"{step.name} stands before {node.name}, it was planned behind it, before "
+                        f"{graph.facts.names[anchor]}"
+                    )
+            open_steps.clear()
+            last = max(last, position)
+
+
+def _check_live_bytes(graph: _Rewritten, schedule: Schedule) -> None:
+    """As many bytes are gathered while each node runs as the plan's curve says."""
+    known = {name: group.gather_bytes for name, group in schedule.groups.items()}
+    taken_over = graph.facts.kept if graph.facts.is_backward else ()
+    live = {name: known[name] for name in taken_over if name in known}
+    for node in graph.nodes:
+        if is_call(node, UNSHARD):
+            live[_group_of(node)] = known[_group_of(node)]
+        elif is_call(node, RELEASE):
+            live.pop(_group_of(node), None)
+        elif (position := graph.original.get(node.name)) is not None:
+            planned = schedule.memory.gathered[position]
+            if sum(live.values()) != planned:
+                raise VerificationError(
+                    f"{sum(live.values())} gathered bytes are live at {node.name} "
+                    f"({', '.join(live)}), the plan says {planned}"
+                )
+
+
 def _groups_of_step(step: Step) -> tuple[str, ...]:
     if isinstance(step, WaitReductions):
         return step.groups
@@ -372,7 +455,7 @@ def _check_order_by_arguments(graph: _Rewritten) -> None:
     A release takes no order arguments: reads hold it back, and the next step must depend on it.
     The last ``wait_reductions`` is held back by its tokens, checked above.
     """
-    earlier_steps = _Dependencies(graph)
+    earlier_steps = Dependencies(graph.nodes, graph.communication, graph.buffers)
     pending: list[Node] = []
     for node in graph.communication:
         if is_call(node, WAIT_REDUCTIONS):
@@ -386,57 +469,3 @@ def _check_order_by_arguments(graph: _Rewritten) -> None:
                     )
             pending.clear()
         pending.append(node)
-
-
-@dataclass
-class _Memory:
-    """Steps behind the last write of a buffer, and behind the reads since; bit sets."""
-
-    write: int = 0
-    reads: int = 0
-
-
-@dataclass
-class _Dependencies:
-    """For every node the communication steps that must run before it, as a bit set."""
-
-    graph: _Rewritten
-    bit: dict[Node, int] = field(init=False)
-    before: dict[Node, int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.bit = {node: 1 << number for number, node in enumerate(self.graph.communication)}
-        self.before = {}
-        owner = {member: tree.root for tree in self.graph.buffers for member in tree.members}
-        memory = {tree.root: _Memory() for tree in self.graph.buffers}
-        for node in self.graph.nodes:
-            buffers = dict.fromkeys(owner[a] for a in node.all_input_nodes if a in owner)
-            if owner.get(node, node) is not node:  # a view touches no memory
-                buffers = {}
-            self.before[node] = self._behind(node.all_input_nodes)
-            self._order_accesses(node, {root: memory[root] for root in buffers}, owner)
-
-    def of(self, node: Node, earlier: Node) -> bool:
-        """Whether ``node`` must run after the step ``earlier``."""
-        return bool(self.before[node] & self.bit[earlier])
-
-    def _behind(self, arguments: Iterable[Node]) -> int:
-        steps = 0
-        for argument in arguments:
-            steps |= self.before[argument] | self.bit.get(argument, 0)
-        return steps
-
-    def _order_accesses(
-        self, node: Node, touched: Mapping[Node, _Memory], owner: Mapping[Node, Node]
-    ) -> None:
-        if not touched:
-            return
-        written = {owner[a]: None for a in written_arguments(node) if a in owner}
-        for root, memory in touched.items():
-            self.before[node] |= memory.write | (memory.reads if root in written else 0)
-        own = self.before[node] | self.bit.get(node, 0)
-        for root, memory in touched.items():
-            if root in written:
-                memory.write, memory.reads = own, 0
-            else:
-                memory.reads |= own

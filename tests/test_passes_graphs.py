@@ -63,10 +63,10 @@ def test_backward() -> None:
     assert_expected_inline(
         schedule,
         """\
-backward: 3 unshard (800 B), 3 reduce (800 B)
+backward: 1 unshard (272 B), 3 reduce (800 B)
  #  step             group     where                           bytes  names    behind
- 0  unshard          root      at the start                    256 B
- 1  unshard          blocks.1  before mm_6                     272 B  0        root
+ 0  unshard          root      at the start
+ 1  unshard          blocks.1  before mm_6                            0        root
  2  wait             root      before mm_6                            1
  3  release          root      after mm_6
  4  unshard          blocks.0  before mm_8                     272 B  3        blocks.1

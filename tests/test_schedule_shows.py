@@ -176,9 +176,9 @@ def test_reasons_say_what_hides_what() -> None:
         replace(group(label, 8 * MIB), numel=4 * MIB, mesh_shape=(8,), dtype="bfloat16")
         for label in ("a", "b", "c", "d")
     ]
-    head = replace(blocks[0], name="0/head/0", label="head", gather_bytes=12 * MIB)
+    head = replace(blocks[0], name="0/head/0", label="head", gather_bytes=30 * MIB)
     text = "x input\nmm_a reads a.0\nmm_b reads b.0\nmm_c reads c.0\nmm_d reads d.0\nh reads head.0"
-    costs = replace(cost_model("h100"), tokens=512)
+    costs = replace(cost_model("h100"), tokens=4096)
     planned = schedule(
         GraphKind.FORWARD, text, *blocks, head, costs=costs, memory_budget="unlimited"
     )
@@ -191,10 +191,10 @@ def test_reasons_say_what_hides_what() -> None:
         "\n".join(reasons),
         """\
 unshard a: gathered first: nothing in this graph computes before it
-unshard b: prefetched 1 group ahead: 8.7 us of compute for 52.6 us
-unshard c: prefetched 2 groups ahead: 17.4 us of compute for 52.6 us
-unshard d: prefetched 3 groups ahead: 26.0 us of compute for 52.6 us
-unshard head: prefetched 4 groups ahead: 34.7 us of compute for 62.8 us""",
+unshard b: prefetched 1 group ahead: 69.4 us of compute hides 52.6 us
+unshard c: prefetched 2 groups ahead: 138.9 us of compute hides 52.6 us
+unshard d: prefetched 2 groups ahead: 138.9 us of compute hides 52.6 us
+unshard head: prefetched 2 groups ahead: 138.9 us of compute hides 108.7 us""",
     )
 
 

@@ -1,0 +1,139 @@
+"""Right graphs, damaged in every small way: the verifier must notice each time.
+
+A mutation drops, copies, swaps or delays one step of a graph, as a bug in the planner, in a writer
+or in a compiler pass would, and repairs what would not even be a graph: a node that would stand
+before one it takes as an argument no longer takes it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from random import Random
+
+import pytest
+from torch.fx import Graph, Node
+
+from compile_fsdp.passes.aliases import alias_trees
+from compile_fsdp.passes.facts import GraphKind
+from compile_fsdp.passes.targets import (
+    REDUCE_INNER,
+    REDUCE_OUTER,
+    RELEASE,
+    UNSHARD,
+    WAIT,
+    is_communication,
+    op_name,
+)
+from compile_fsdp.passes.verify import VerificationError
+from tests.test_passes_verify import Rewritten, rewritten
+
+KINDS = [
+    (GraphKind.FORWARD, (2,)),
+    (GraphKind.BACKWARD, (2,)),
+    (GraphKind.BACKWARD, (2, 2)),
+]
+SEED = 20
+
+
+def drop(right: Rewritten, step: Node, random: Random) -> bool:
+    """The step is not there; who needed its result takes that of another."""
+    others = [
+        node
+        for node in right.graph.nodes
+        if node.target is step.target and node is not step and node < step
+    ]
+    if step.users and not others:
+        return False
+    if step.users:
+        step.replace_all_uses_with(random.choice(others))
+    right.graph.erase_node(step)
+    return True
+
+
+def duplicate(right: Rewritten, step: Node, random: Random) -> bool:
+    """The step is there twice."""
+    with right.graph.inserting_after(step):
+        right.graph.node_copy(step)
+    return True
+
+
+def swap(right: Rewritten, step: Node, random: Random) -> bool:
+    """The step and the one behind it change places."""
+    steps = [node for node in right.graph.nodes if is_communication(node)]
+    number = steps.index(step)
+    if number + 1 == len(steps):
+        return False
+    steps[number + 1].append(step)
+    return keeps_topology(right.graph, step)
+
+
+def delay(right: Rewritten, step: Node, random: Random) -> bool:
+    """The step comes up to forty compute nodes later. Views of parameters compute nothing."""
+    buffers = [node for node in right.graph.nodes if node.target is UNSHARD]
+    views = {view for tree in alias_trees(right.graph, buffers) for view in tree.aliases}
+    compute = [
+        node
+        for node in right.graph.nodes
+        if node.op == "call_function" and node > step
+        if node.name in right.facts.names and node not in views
+    ]
+    if not compute:
+        return False
+    random.choice(compute[:40]).append(step)
+    return keeps_topology(right.graph, step)
+
+
+def keeps_topology(graph: Graph, moved: Node) -> bool:
+    """Take ``moved`` out of the order lists of the steps that stand before it now. False: some node
+    that stands before it needs it."""
+    for user in list(moved.users):
+        if user < moved:
+            if user.target not in (UNSHARD, WAIT, REDUCE_INNER, REDUCE_OUTER):
+                return False
+            if moved in (user.args[0],):
+                return False
+            named = [node for node in user.args[-1] if node is not moved]  # type: ignore[union-attr]
+            user.args = (*user.args[:-1], named)
+    return True
+
+
+MUTATIONS: list[Callable[[Rewritten, Node, Random], bool]] = [drop, duplicate, swap, delay]
+
+
+def mutants() -> Iterator[tuple[str, Rewritten]]:
+    random = Random(SEED)
+    for kind, mesh_shape in KINDS:
+        names = [n.name for n in rewritten(kind, mesh_shape).graph.nodes if is_communication(n)]
+        for name in names:
+            for mutation in MUTATIONS:
+                for _ in range(4 if mutation is delay else 1):
+                    damaged = rewritten(kind, mesh_shape)
+                    step = damaged.node(name)
+                    what = f"{mutation.__name__} {op_name(step)}"
+                    if mutation(damaged, step, random):
+                        damaged.graph.lint()
+                        yield f"{what} ({name}, {kind.value}, {mesh_shape})", damaged
+
+
+def test_every_mutation_is_caught(capsys: pytest.CaptureFixture[str]) -> None:
+    tried: Counter[str] = Counter()
+    missed = []
+    for what, damaged in mutants():
+        tried[what.partition(" (")[0]] += 1
+        try:
+            damaged.verify()
+        except VerificationError:
+            continue
+        missed.append(what)
+    with capsys.disabled():
+        counts = ", ".join(f"{count} {what}" for what, count in sorted(tried.items()))
+        print(f"\n{tried.total()} mutants: {counts}")
+    assert not missed, f"{len(missed)} of {tried.total()} went unnoticed:\n" + "\n".join(missed)
+    assert tried.total() > 200
+
+
+def test_the_graphs_that_are_damaged_are_right() -> None:
+    for kind, mesh_shape in KINDS:
+        rewritten(kind, mesh_shape).verify()
+    assert any(n.target is RELEASE for n in rewritten(GraphKind.BACKWARD).graph.nodes)
