@@ -23,6 +23,7 @@ from torch.fx import Graph, GraphModule, Interpreter
 from compile_fsdp.runtime import group_info, ops
 from compile_fsdp.runtime.group_info import GroupInfo
 
+from .artifacts import publish
 from .emit import write_schedule
 from .facts import GraphKind
 from .joint import decide_keeping, keeping_noted
@@ -73,6 +74,7 @@ class PassOptions:
         """`rewrite` one graph with these options."""
         before = "" if self.observer is None else listing(graph)
         schedule = rewrite(graph, self.groups, self.policy, kind=kind, verify=self.verify)
+        publish(before, schedule, graph)
         if self.observer is not None:
             self.observer(kind, before, schedule, graph)
 

@@ -137,3 +137,24 @@ def hinted_size(size: int | torch.SymInt) -> int:
         return max(int(value), 0)
     except TypeError:
         return SIZE_HINT
+
+
+def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:
+    """Add a text to the trace that ``TORCH_TRACE`` asks for; ``payload`` is called only then.
+
+    Args:
+        name: of the file that ``tlparse`` makes of it.
+        encoding: ``"string"`` or ``"json"``.
+        payload: makes the text.
+
+    Structured traces have no public writer. Where a graph is rewritten outside of a compilation,
+    as in a test, the text goes to no compilation.
+    """
+    from torch._logging import trace_structured
+
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": encoding},
+        payload_fn=payload,
+        expect_trace_id=False,
+    )

@@ -40,6 +40,7 @@ from .parameter import (
     sync_model_weights_from_main_weights,
 )
 from .placement import ShardLayout, strictest_shard
+from .profiling import profiled
 from .registry import registry
 from .torch_internals import in_backward, will_accumulate
 from .trainability import Trainability
@@ -164,7 +165,7 @@ class FsdpParameterGroup:
         def allocate() -> DBuffer:
             return self._new_buffer(grad_placements, precision.main_grads_dtype)
 
-        gradient = MainGradient(allocate, main_placements, sharded, self._fqns)
+        gradient = MainGradient(allocate, main_placements, sharded, self.fqns)
         gradient.hooks.guard(self._before_foreign_addition())
         return gradient
 
@@ -221,7 +222,7 @@ class FsdpParameterGroup:
         return self._gradient.finished if self._gradient and self.requires_grad else None
 
     @property
-    def _fqns(self) -> list[str]:
+    def fqns(self) -> list[str]:
         """One name for each tensor."""
         return [parameter.fqns[0] for parameter in self.parameters]
 
@@ -334,6 +335,7 @@ class FsdpParameterGroup:
         """Whether the full parameters have storage (a gather may still be in flight)."""
         return self._unsharding.is_unsharded
 
+    @profiled("unshard")
     def unshard_parameters(self, phase: Phase | None = None) -> None:
         """Start gathering the full parameters on the gather lane; idempotent while unsharded.
 
@@ -342,6 +344,7 @@ class FsdpParameterGroup:
         """
         self._unsharding.unshard(self.context.lanes.gather, phase, label=self.label)
 
+    @profiled("wait")
     def wait_for_unshard(self, phase: Phase | None = None) -> None:
         """Compute issued after this may read the full parameters.
 
@@ -355,6 +358,7 @@ class FsdpParameterGroup:
             )
         self._unsharding.wait(phase)
 
+    @profiled("reshard")
     def reshard_parameters(self) -> None:
         """Return to shards: the full parameters lose their storage, whoever holds them."""
         self._unsharding.holders = 0
@@ -424,7 +428,7 @@ class FsdpParameterGroup:
         """
         if not in_backward() and self.follow_requires_grad() and self.trainable[index]:
             raise RuntimeError(
-                f"parameter {self._fqns[index]!r} was made trainable after its model was compiled "
+                f"parameter {self.fqns[index]!r} was made trainable after its model was compiled "
                 'by another backend than "compile_fsdp", which cannot take that in within a call; '
                 'call the model again (it is compiled anew), or use backend="compile_fsdp"'
             )
@@ -457,7 +461,7 @@ class FsdpParameterGroup:
         are zero in ``partial``.
         """
         gradients = self._take_gradients()
-        pack_gradients(partial, gradients, self._fqns)
+        pack_gradients(partial, gradients, self.fqns)
         return tuple(gradients)
 
     def _take_gradients(self) -> dict[int, torch.Tensor]:
@@ -481,9 +485,10 @@ class FsdpParameterGroup:
                 gradients = self._take_gradients()
             if gradients:
                 partial = self.allocate_partial_grad_buffer()
-                pack_gradients(partial, gradients, self._fqns)
+                pack_gradients(partial, gradients, self.fqns)
                 self.reduce_inner_gradients(partial, tuple(gradients))
 
+    @profiled("reduce_inner")
     def reduce_inner_gradients(
         self, partial: DBuffer, indices: Sequence[int] | None = None
     ) -> None:
@@ -516,6 +521,7 @@ class FsdpParameterGroup:
         if gradient and (self.context.is_last_microbatch or not gradient.needs_outer):
             gradient.hooks.call_post_accumulate()
 
+    @profiled("reduce_outer")
     def reduce_outer_gradients(self) -> None:
         """Finish gradients over the axes that the gradient placements left partial.
 
