@@ -150,7 +150,7 @@ def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None
     Structured traces have no public writer. Where a graph is rewritten outside of a compilation,
     as in a test, the text goes to no compilation.
     """
-    from torch._logging import trace_structured
+    from torch._logging._internal import trace_structured
 
     trace_structured(
         "artifact",

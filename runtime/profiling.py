@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 
@@ -46,7 +46,7 @@ def profiled(
             with torch.profiler.record_function(range_name(verb, self)):
                 return method(self, *args, **kwargs)
 
-        return ranged
+        return cast(Callable[Concatenate[_S, _P], _R], ranged)
 
     return decorate
 

@@ -48,7 +48,7 @@ def is_profiling() -> bool:
     Opening a range takes a microsecond or two even when nobody records; asking takes none. The
     public modules have no such question.
     """
-    return torch.autograd._profiler_enabled()
+    return torch._C._autograd._profiler_enabled()
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

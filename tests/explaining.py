@@ -21,7 +21,8 @@ from compile_fsdp import Explanation, fully_shard
 from tests.models import LanguageModel, language_batches
 from tests.training import cpu_mesh
 
-OPTIONS = {"inner": "aot_eager"}
+# Nothing that depends on a cost model, so that tests can name what they expect.
+OPTIONS = {"inner": "aot_eager", "prefetch": 1, "reshard_after_forward": True}
 
 
 @contextmanager
