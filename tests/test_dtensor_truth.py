@@ -247,7 +247,7 @@ def check_refusals() -> None:
         lambda: weight[1:],
         lambda: weight.t(),
         lambda: weight.unsqueeze(0),
-        lambda: bias.detach().view(1, -1),
+        lambda: sharded.down._parameters["weight"].detach().view(1, -1),
         lambda: torch.diagonal(weight),
     ):
         with pytest.raises(RuntimeError, match=r"Use full_tensor\(\) for a copy"):

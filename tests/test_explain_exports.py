@@ -53,14 +53,17 @@ def test_spans_that_take_no_time_are_there() -> None:
 def test_the_order_of_the_steps_as_a_graph() -> None:
     text = HAND_MADE.to_dot()
     arrows = "\n".join(line.strip() for line in text.splitlines() if "->" in line)
-    assert_expected_inline(arrows, """\
+    assert_expected_inline(
+        arrows,
+        """\
 s0 -> s1;
 s1 -> s2;
 s0 -> s2 [style=dotted];
 s0 -> s3 [style=dotted];
 s3 -> s4;
 s1 -> s4 [style=dotted];
-s1 -> s5 [style=dotted];""")
+s1 -> s5 [style=dotted];""",
+    )
     assert 's1 [label="1 unshard block\\n6.0 KiB dp\\nbefore embedding"' in text
     assert 'tooltip="block.up.weight\\nblock.down.weight\\nblock.<odd>.weight"' in text
     assert text.count("{") == text.count("}")
