@@ -35,7 +35,7 @@ class Odd(nn.Module):
         super().__init__()
         self.up = nn.Linear(WIDTH, 5)
         self.norm = nn.LayerNorm(5)
-        self.down = nn.Linear(5, 2 * WIDTH, bias=False)
+        self.down = nn.Linear(5, 3 * WIDTH, bias=False)
         self.row = nn.Parameter(torch.randn(1, WIDTH))
         self.one = nn.Parameter(torch.randn(1))
         self.scale = nn.Parameter(torch.tensor(1.5))

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn, optim
 
 from compile_fsdp import fully_shard_optimizer
@@ -100,3 +101,31 @@ def test_parity_with_one_process(name: str) -> None:
 @pytest.mark.parametrize("name", ["adamw foreach", "sgd fused", "rprop", "adafactor"])
 def test_parity_on_two_axes(name: str) -> None:
     run(4, check_parity, "hfsdp", name)
+
+
+def check_scaler(way: str, fused: bool) -> None:
+    _, sharded = pair(way)
+    optimizer = optim.AdamW(sharded.parameters(), lr=0.05, fused=fused)
+    fully_shard_optimizer(optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for poison in (False, True, False):
+        before = [full(each) for each in sharded.parameters()]
+        # A batch of one rank's own: with an inf, the others' gradients are finite at first.
+        factor = float("inf") if poison and dist.get_rank() == 0 else 1.0
+        scaler.scale(sharded(*batches(1)[0]) * factor).backward()
+        if poison and dist.get_rank() % WAYS[way][1][-1]:
+            for each in sharded.parameters():
+                each.grad.to_local().fill_(1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        same = [torch.equal(full(a), b) for a, b in zip(sharded.parameters(), before, strict=True)]
+        assert all(same) if poison else not any(same)
+    assert scaler.get_scale() == 2.0
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("way", ["packed", "hfsdp"])
+def test_an_inf_on_one_rank_makes_every_rank_skip(way: str, fused: bool) -> None:
+    """Only the ranks that hold some of the inner axis's first segment see it in their gradients."""
+    run(WAYS[way][0], check_scaler, way, fused)
