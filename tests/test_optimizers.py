@@ -17,7 +17,7 @@ from torch import nn, optim
 
 from compile_fsdp import fully_shard_optimizer
 from tests.distributed import run
-from tests.sharded_models import batches, pair
+from tests.sharded_models import WAYS, batches, pair
 from tests.training import full
 
 Make = Callable[..., optim.Optimizer]
