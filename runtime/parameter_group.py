@@ -27,6 +27,7 @@ from .group_arguments import (
     owners_of,
     unique_parameters,
 )
+from .group_identity import GroupIdentity
 from .group_info import GroupInfo, describe
 from .layout import make_layout
 from .main_gradient import MainGradient, pack_gradients
@@ -41,7 +42,6 @@ from .parameter import (
 )
 from .placement import ShardLayout, strictest_shard
 from .profiling import profiled
-from .registry import registry
 from .torch_internals import in_backward, will_accumulate
 from .trainability import Trainability
 from .unsharding import Phase, Unsharding
@@ -61,7 +61,7 @@ ALIGNMENT_BYTES = 16
 """Tensor starts and rank segments are aligned to this: vector loads, and NCCL's fast path."""
 
 
-class FsdpParameterGroup:
+class FsdpParameterGroup(GroupIdentity):
     """A set of parameters of one dtype and one ``requires_grad``, sharded as one buffer.
 
     They may be frozen and made trainable later, each by itself (see `follow_requires_grad`).
@@ -106,17 +106,15 @@ class FsdpParameterGroup:
             raise NotImplementedError(
                 "use_symm_mem=True is not available yet; pass use_symm_mem=False (the default)"
             )
+        super().__init__(owning_module)
         originals = unique_parameters(fqn_to_parameter)
         first = next(iter(originals))
         precision = mixed_precision_policy.resolve(first.dtype)
-        self._owning_module = weakref.ref(owning_module)
         self.mesh = mesh
         self.device = mesh_device(mesh)
         self.grad_scale = grad_scale
         self.dtype = first.dtype
         self.grad_comm_dtype = precision.grad_comm_dtype
-        self.label = ""
-        self.name = ""
         self.context = GroupContext(self.device)
         # Set by fully_shard_optimizer: a step refreshes the model weight. Otherwise every backward
         # may be followed by a step that nobody tells us of.
@@ -221,44 +219,7 @@ class FsdpParameterGroup:
         """The view of ``main_grad`` at the optimizer's placements; None when frozen."""
         return self._gradient.finished if self._gradient and self.requires_grad else None
 
-    @property
-    def fqns(self) -> list[str]:
-        """One name for each tensor."""
-        return [parameter.fqns[0] for parameter in self.parameters]
-
-    # Identity ----------------------------------------------------------------------------------
-
-    @property
-    def owning_module(self) -> nn.Module:
-        """The module that owns these parameters.
-
-        Raises:
-            RuntimeError: it has been deleted.
-        """
-        module = self._owning_module()
-        if module is None:
-            raise RuntimeError(
-                f"parameter group {self.name or self.label!r} outlived the module that owned it: "
-                "keep the sharded module alive while its group is in use"
-            )
-        return module
-
-    @property
-    def parameters_by_tensor(self) -> dict[torch.Tensor, FsdpParameter]:
-        """Each parameter under its sharded and its unsharded tensor."""
-        return {
-            tensor: parameter
-            for parameter in self.parameters
-            for tensor in (parameter.sharded, parameter.unsharded)
-        }
-
-    def rename(self, name: str, label: str) -> None:
-        """Give the group its registry name and its label for people."""
-        if self.name:
-            registry.unregister(self.name)
-        self.name = name
-        self.label = label
-        registry.register(name, self)
+    # For passes, ops and compilers -------------------------------------------------------------
 
     @property
     def info(self) -> GroupInfo:
