@@ -116,6 +116,7 @@ def check_operators(way: str) -> None:
             torch.testing.assert_close(full(found), expected.detach(), msg=what)
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("way", ["packed", "hfsdp"])
 def test_operators(way: str) -> None:
     run(WAYS[way][0], check_operators, way)
