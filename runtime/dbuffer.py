@@ -22,6 +22,7 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
+from torch.utils.dlpack import from_dlpack
 
 from compile_fsdp.runtime.dtensor import make_spec
 from compile_fsdp.runtime.layout import GlobalLayout, make_layout
@@ -249,16 +250,20 @@ class DBuffer:
         start, stop, shape = self._pieces.get(index) or self._piece(index)
         return self.local[start:stop].view(shape)
 
-    def get_dtensor(self, index: int) -> DTensor:
+    def get_dtensor(self, index: int, *, own_storage: bool = False) -> DTensor:
         """A DTensor over `get_local_tensor`, of the full shape and these placements.
 
-        A new object each time, aliasing ``local``.
+        A new object each time, aliasing ``local``; with ``own_storage`` by a storage that has
+        nothing but these rows.
 
         Raises:
             ValueError: The layout cuts rows (``Flat``) and the buffer is sharded.
         """
         with torch.inference_mode(False), torch.no_grad():
-            return dtensor_of(self.get_local_tensor(index), self._spec(index))
+            local = self.get_local_tensor(index)
+            if own_storage and local.numel():
+                local = from_dlpack(local)
+            return dtensor_of(local, self._spec(index))
 
     def shard_tensor(self, index: int, full: torch.Tensor) -> DTensor:
         """``full``, a full value of tensor ``index``, as a DTensor distributed like this buffer.

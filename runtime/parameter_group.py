@@ -378,8 +378,12 @@ class FsdpParameterGroup(GroupIdentity):
         return self._unsharding.holders > 0
 
     def shard_for_saving(self, index: int) -> DTensor:
-        """This rank's shard of main weight ``index``, aliasing it."""
-        return self.main_weight.get_dtensor(index)
+        """This rank's shard of main weight ``index``, aliasing it.
+
+        By a storage of its own: what copies whole storages, as ``torch.distributed.checkpoint``
+        does before it saves in the background, then copies these rows and not the flat buffer.
+        """
+        return self.main_weight.get_dtensor(index, own_storage=True)
 
     def copy_full_parameter(self, index: int) -> torch.Tensor:
         """A copy of full parameter ``index``: gather, copy, release. The marker's slow path.
