@@ -99,6 +99,12 @@ def ties(draw: st.DrawFn, model: ModuleSpec) -> tuple[tuple[str, str], ...]:
     return ()
 
 
+def toggled(model: ModuleSpec) -> st.SearchStrategy[tuple[str, ...]]:
+    """Mostly nothing, or some of the parameters."""
+    some = st.lists(st.sampled_from(Configuration(model).fqns()), unique=True, max_size=4)
+    return st.one_of(st.just(()), st.just(()), some.map(tuple))
+
+
 dtypes_of_policy = st.sampled_from((None, None, torch.float32, torch.bfloat16, torch.float64))
 
 
@@ -122,6 +128,7 @@ def configurations(
         promise=draw(st.sampled_from(promises)),
         packed=draw(st.booleans()),
         ties=draw(ties(model)),
+        toggled=draw(toggled(model)),
         main_params=draw(st.sampled_from((torch.float32, torch.float32, torch.bfloat16, None))),
         main_grads=draw(dtypes_of_policy),
         grad_comm=draw(dtypes_of_policy),

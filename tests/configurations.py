@@ -77,6 +77,7 @@ class Configuration(_Plain):
             or "tensor on rank 0".
         packed: ``ShardLayout.PACKED``.
         ties: pairs of FQNs; the second becomes the first's parameter.
+        toggled: FQNs of parameters whose ``requires_grad`` is flipped after the first step.
         main_params, main_grads, grad_comm: the mixed-precision policy.
         driver: "eager"; "compiled" (the backend, aot_eager inside); "compiled blocks" (each sharded
             module below the root alone); "unscheduled" (the markers, under torch's "aot_eager").
@@ -96,6 +97,7 @@ class Configuration(_Plain):
     promise: str = "row"
     packed: bool = False
     ties: tuple[tuple[str, str], ...] = ()
+    toggled: tuple[str, ...] = ()
     main_params: torch.dtype | None = torch.float32
     main_grads: torch.dtype | None = None
     grad_comm: torch.dtype | None = None
@@ -142,6 +144,14 @@ class Configuration(_Plain):
         specs = [each for _, module in self.model.modules() for each in module.parameters]
         return all(self.main_dtype(each) == self.grad_dtype(each) for each in specs)
 
+    def fqns(self) -> list[str]:
+        """The names of all parameters, of tied ones each."""
+        return [
+            f"{fqn}.p{number}" if fqn else f"p{number}"
+            for fqn, module in self.model.modules()
+            for number in range(len(module.parameters))
+        ]
+
     def calls(self) -> dict[str, int]:
         """How often each module's forward runs in a forward of the root, by FQN."""
         calls: dict[str, int] = {}
@@ -151,9 +161,7 @@ class Configuration(_Plain):
         return calls
 
     def main_dtype(self, parameter: ParameterSpec) -> torch.dtype:
-        """What the optimizer's copy of a parameter is."""
-        if not parameter.trainable:
-            return parameter.dtype
+        """What the optimizer's copy of a trainable parameter is; a frozen one has none."""
         return torch.promote_types(self.main_params or torch.float32, parameter.dtype)
 
     def grad_dtype(self, parameter: ParameterSpec) -> torch.dtype:

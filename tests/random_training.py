@@ -53,6 +53,10 @@ class Trace:
         assert name not in self.values, name
         self.values[name] = None if value is None else full(value)
 
+    def add_parameter(self, name: str, value: torch.Tensor, trainable: bool) -> None:
+        """Keep a parameter; of a frozen one, which may be in either dtype, the value alone."""
+        self.add(name, value if trainable else full(value).double())
+
     def differences(self, expected: Trace) -> list[str]:
         """A line for each value that is not the expected one, bit for bit."""
         lines = []
@@ -89,6 +93,8 @@ def reference(configuration: Configuration) -> Trace:
     grad_dtypes = {name: configuration.grad_dtype(specs[name]) for name in main}
     optimizer = _optimizer(configuration, list(main.values()))
     for step, parts in enumerate(batches(configuration)):
+        if step == 1:
+            toggle(configuration, model)
         for number, (x, target) in enumerate(parts):
             is_last = number == len(parts) - 1
             x = x.requires_grad_(configuration.input_gradient)
@@ -109,10 +115,19 @@ def reference(configuration: Configuration) -> Trace:
         with torch.no_grad():
             for name, each in model.named_parameters():
                 each.copy_(main[name])
-        for name, each in main.items():
-            trace.add(f"step {step}: parameter {name}", each)
+        for name, each in model.named_parameters():
+            trace.add_parameter(f"step {step}: parameter {name}", main[name], each.requires_grad)
     trace.add("evaluation", _evaluate(configuration, model, batches(configuration)[0][0][0]))
     return trace
+
+
+def toggle(configuration: Configuration, model: nn.Module) -> None:
+    """Freeze or unfreeze what ``toggled`` names."""
+    for fqn in configuration.toggled:
+        owner_fqn, _, name = fqn.rpartition(".")
+        parameter = model.get_submodule(owner_fqn)._parameters[name]
+        assert parameter is not None
+        parameter.requires_grad_(not parameter.requires_grad)
 
 
 def _accumulate(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
@@ -122,11 +137,8 @@ def _accumulate(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
 
 def _parameter_specs(configuration: Configuration, model: ExactModule) -> dict[str, Any]:
     """The spec that made each parameter, by its first name."""
-    made = {
-        f"{fqn}.p{number}" if fqn else f"p{number}": parameter
-        for fqn, module in configuration.model.modules()
-        for number, parameter in enumerate(module.parameters)
-    }
+    listed = [each for _, module in configuration.model.modules() for each in module.parameters]
+    made = dict(zip(configuration.fqns(), listed, strict=True))
     for first, second in configuration.ties:
         made[second] = made[first]
     return {name: made[name] for name, _ in model.named_parameters()}
@@ -176,6 +188,8 @@ def train(configuration: Configuration) -> Trace:
         fully_shard_optimizer(optimizer)
     call = _drive(configuration, model)
     for step, parts in enumerate(batches(configuration)):
+        if step == 1:
+            toggle(configuration, model)
         for number, part in enumerate(parts):
             is_last = number == len(parts) - 1
             x, target = (each.chunk(configuration.ranks)[dist.get_rank()].clone() for each in part)
@@ -193,7 +207,7 @@ def train(configuration: Configuration) -> Trace:
         optimizer.step()
         _zero(configuration, optimizer)
         for name, each in model.named_parameters():
-            trace.add(f"step {step}: parameter {name}", each)
+            trace.add_parameter(f"step {step}: parameter {name}", each, each.requires_grad)
     x = batches(configuration)[0][0][0].chunk(configuration.ranks)[dist.get_rank()]
     trace.add("evaluation", _all_rows(_evaluate(configuration, model, x)))
     for group in model._fsdp_unit.context.groups():
@@ -302,11 +316,15 @@ def check(configuration: Configuration) -> None:
 
     try:
         results = run(configuration.ranks, differences, configuration, timeout=TIMEOUT)
-        problems = [f"rank {rank}: {line}" for rank, each in enumerate(results) for line in each]
+        ranks: dict[str, list[int]] = {}
+        for rank, lines in enumerate(results):
+            for line in lines:
+                ranks.setdefault(line, []).append(rank)
+        problems = [f"ranks {where}: {line}" for line, where in ranks.items()]
     except AssertionError as failure:
         problems = [str(failure)]
     if problems:
-        shown = "\n".join(problems[:12])
+        shown = "\n".join(problems[:8])
         raise AssertionError(f"{shown}\n\n{snippet(configuration)}")
 
 
