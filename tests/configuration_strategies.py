@@ -153,6 +153,21 @@ def without_reentrant_checkpoints(model: ModuleSpec) -> ModuleSpec:
     return replace(model, checkpointed=kind, children=children)
 
 
+def without_eager_checkpoints(model: ModuleSpec, is_compiled: bool = False) -> ModuleSpec:
+    """``model`` without checkpoints of modules that are compiled alone: torch itself recomputes
+    with another graph there (https://github.com/pytorch/pytorch/issues/166926)."""
+    children = (
+        replace(child, checkpointed=child.checkpointed if is_compiled else "no")
+        for child in model.children
+    )
+    return replace(
+        model,
+        children=tuple(
+            without_eager_checkpoints(child, is_compiled or child.sharded) for child in children
+        ),
+    )
+
+
 def spread(
     count: int, seed: int, drivers: tuple[str, ...] = DRIVERS, apart: int = 3
 ) -> list[Configuration]:
@@ -186,6 +201,9 @@ def legalised(configuration: Configuration) -> Configuration:
         else:
             model = without_reentrant_checkpoints(configuration.model)
             configuration = replace(configuration, model=model)
+    if configuration.driver == "compiled blocks":
+        model = without_eager_checkpoints(configuration.model)
+        configuration = replace(configuration, model=model)
     if not configuration.prepared and not configuration.can_step_unprepared:
         configuration = replace(configuration, prepared=True)
     for change in (
