@@ -93,6 +93,8 @@ class GroupContext:
                 self.drop_leftovers()
             for group in self.groups():
                 group.release_unused_gradient_storage()
+                if self.eager_depth == 0:
+                    group.expect_step()
 
     def drop_leftovers(self) -> None:
         """Release every group that an interrupted forward or backward left unsharded, and forget

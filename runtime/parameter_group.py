@@ -507,6 +507,13 @@ class FsdpParameterGroup(GroupIdentity):
             parameter.unsharded.grad = None
         self.flat_leaf.grad = None
 
+    def expect_step(self) -> None:
+        """An optimizer that tells us nothing may have stepped: it writes every parameter that has
+        a ``.grad``, also one that is older than the last backward (momentum, weight decay)."""
+        if not self.syncs_with_optimizer and self._gradient is not None:
+            if any(parameter.sharded.grad is not None for parameter in self.parameters):
+                self._unsharding.maybe_stepped = True
+
     def release_unused_gradient_storage(self) -> None:
         """Free ``main_grad`` when no parameter's ``.grad`` refers to it any more."""
         if self._gradient is not None:

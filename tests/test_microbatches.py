@@ -170,3 +170,28 @@ def test_a_replaced_gradient_is_added_to() -> None:
     sharded(*local_batch(batch)).backward()
     for name, parameter in sharded.named_parameters():
         torch.testing.assert_close(full(parameter.grad), 1.5 * once[name])
+
+
+@pytest.mark.parametrize("driver", ["eager", "aot_eager"])
+@distributed(2)
+def test_a_step_with_an_older_gradient_reaches_the_next_forward(driver: str) -> None:
+    """Zeroed in place and then not used, ``late`` still decays; nobody announces the steps, and its
+    unit reduces nothing between them."""
+    model = LateUse().to(torch.bfloat16)
+    sharded = copy.deepcopy(model)
+    policy = MixedPrecisionPolicy(main_grads_dtype=torch.float32)
+    for each in (sharded.late, sharded):
+        fully_shard(each, cpu_mesh(), mixed_precision_policy=policy)
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.5, weight_decay=0.5)
+    call = drive(sharded, driver)
+    batch = [torch.randn(4, 4, dtype=torch.bfloat16), torch.randn(4, 2, dtype=torch.bfloat16)]
+    call(*local_batch(batch), True).backward()
+    for both in (False, False):
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        with torch.no_grad():
+            call(*local_batch(batch), True)
+        (group,) = sharded.late.fsdp_parameter_groups
+        expected = group.main_weight.local.to(torch.bfloat16)
+        torch.testing.assert_close(group.model_weight.local, expected, rtol=0, atol=0)
+        call(*local_batch(batch), both).backward()
