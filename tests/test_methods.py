@@ -65,7 +65,7 @@ def test_a_registered_method_computes_with_full_parameters(driver: str) -> None:
     for _ in range(2):
         found, expected = encode(tokens, offset=1.0), model.encode(tokens, offset=1.0)
         torch.testing.assert_close(found, expected)
-        assert not any(group.is_unsharded for group in sharded._fsdp_unit.context.groups())
+        assert not any(group.is_held for group in sharded._fsdp_unit.context.groups())
         found.sum().backward()
         expected.sum().backward()
         assert not any(group.is_unsharded for group in sharded._fsdp_unit.context.groups())

@@ -213,7 +213,8 @@ def test_freezing_between_forward_and_backward_drops_that_gradient(driver: str) 
 def test_another_backend_says_that_the_flag_came_too_late_and_then_follows() -> None:
     model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False))
     fully_shard(model, cpu_mesh())
-    call = torch.compile(model, backend="aot_eager")
+    # A function, so that no hook runs before Dynamo looks at its guards.
+    call = torch.compile(lambda x: model(x), backend="aot_eager")
     x = torch.randn(2, 4, requires_grad=True)
     call(x).sum().backward()
     model.requires_grad_(True)
