@@ -261,8 +261,8 @@ class DBuffer:
         """
         with torch.inference_mode(False), torch.no_grad():
             local = self.get_local_tensor(index)
-            if own_storage and local.numel():
-                local = from_dlpack(local)
+            if own_storage:
+                local = from_dlpack(local) if local.numel() else torch.empty_like(local)
             return dtensor_of(local, self._spec(index))
 
     def shard_tensor(self, index: int, full: torch.Tensor) -> DTensor:
