@@ -135,6 +135,21 @@ def compile_fsdp(
             f"compile_fsdp: mode={mode!r} is not supported; pass Inductor settings by "
             'options={"inductor": {...}}'
         )
+    return compile_graph(gm, example_inputs, parsed)
+
+
+def compile_graph(
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    parsed: CompileOptions,
+    *,
+    plan_only: bool = False,
+) -> Callable[..., Any]:
+    """As `compile_fsdp`, with options that are checked.
+
+    Args:
+        plan_only: plan the graphs and compile nothing; see `pipeline.compile_with_inductor`.
+    """
     groups = groups_in(gm)
     _check_modules(groups)
     whole = _whole_models(groups)
@@ -144,7 +159,11 @@ def compile_fsdp(
         "policy": compilation.policy,
         "whole_model": whole.keys() == groups.keys(),
     }
-    seen: dict[str, Any] = {"verify": parsed.verify, "observer": compilation.observe}
+    seen: dict[str, Any] = {
+        "verify": parsed.verify,
+        "observer": compilation.observe,
+        "plan_only": plan_only,
+    }
     original = copy.deepcopy(gm) if groups else gm
     if parsed.inner == "aot_eager":
         compiled = pipeline.compile_with_aot_eager(gm, example_inputs, **seen, **passes)
@@ -163,7 +182,7 @@ def _inductor_config(options: CompileOptions) -> dict[str, Any]:
     capture is open there are no caches."""
     patches = dict(options.inductor)
     if is_watched():
-        patches["force_disable_caches"] = True
+        patches |= {"fx_graph_cache": False, "fx_graph_remote_cache": False}
     return patches
 
 

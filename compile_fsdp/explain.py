@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .backend import CompileOptions, compile_fsdp
+from .backend import CompileOptions, compile_fsdp, compile_graph
 from .compilation import Compilation, graph_break, watched_by
 from .describe import explanation_of
 from .explanation import Explanation, GraphBreak
@@ -102,10 +102,10 @@ def capture() -> Capture:
 def explain(model: nn.Module, /, *args: Any, **kwargs: Any) -> Explanation:
     """What ``torch.compile(model, backend="compile_fsdp")`` makes of one call, without doing it.
 
-    The model is compiled aside and its forward runs once; backward graphs are compiled and not
-    run. Nothing of it stays: no gradients, no change of buffers, attributes or random number
-    generators, no compiled code that later calls would use. It takes as long as a first call and
-    communicates like one, so **every rank must call it**.
+    The graphs are made and planned as for a first call, but Inductor writes no code: the forward
+    runs once, operator by operator, and gathers each parameter where it is read. Backward graphs
+    are planned and not run. Nothing of it stays: no gradients, no change of buffers, attributes or
+    random number generators, no compiled code. It communicates, so **every rank must call it**.
 
     Args:
         model: a module that was sharded, or has sharded modules below it. What ``torch.compile``
@@ -124,11 +124,10 @@ def explain(model: nn.Module, /, *args: Any, **kwargs: Any) -> Explanation:
         Exception: what the model itself raises for these arguments.
     """
     module, settings = _settings(model)
-    options = settings.pop("options", None)
-    CompileOptions.parse(options)
+    options = CompileOptions.parse(settings.pop("options", None))
 
     def explained(gm: torch.fx.GraphModule, inputs: Any) -> Any:
-        return compile_fsdp(gm, inputs, options=options)
+        return compile_graph(gm, inputs, options, plan_only=True)
 
     with capture() as seen, unchanged(module), compiling_aside() as aside:
         run = torch.compile(module, backend=explained, **settings, **aside)

@@ -8,10 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch.fx import Graph
+from torch.fx import Graph, GraphModule, Interpreter
 
-from .pipeline import PassOptions
-from .torch_internals import custom_graph_pass, inductor_config_value, inference_aware_graph_pass
+from .pipeline import PassOptions, with_graph_of_its_own
+from .torch_internals import (
+    boxed,
+    custom_graph_pass,
+    inductor_config_value,
+    inductor_inner_compile,
+    inference_aware_graph_pass,
+)
 from .uses import graph_kind
 
 _CustomGraphPass: Any = custom_graph_pass()
@@ -32,6 +38,39 @@ class JointPass(_CustomGraphPass):  # type: ignore[misc]
         return self._options.cache_key
 
 
+class PlanOnly:
+    """Takes the place of Inductor's inner compiler: stops when a graph has been planned.
+
+    Inductor's own passes run up to ours, so the graph is the one that would be compiled. What is
+    returned runs the graph that Inductor was given, in which parameters are markers.
+    """
+
+    def __init__(self) -> None:
+        self._graph: Graph | None = None
+        self._is_planned = False
+
+    def __call__(self, gm: GraphModule, inputs: Sequence[Any], **settings: Any) -> Any:
+        run = with_graph_of_its_own(gm)
+        self._graph, self._is_planned = gm.graph, False
+        try:
+            inductor_inner_compile(gm, inputs, **settings)
+        except Exception:
+            # Inductor wraps what a pass raises in an error of its own.
+            if not self._is_planned:
+                raise
+        return boxed(lambda arguments: Interpreter(run).boxed_run(arguments))
+
+    def planned(self, graph: Graph) -> None:
+        """Stop the compilation if ``graph`` is all of it, and not the body of a higher-order op.
+
+        Raises:
+            RuntimeError: to stop; it is caught above.
+        """
+        if graph is self._graph:
+            self._is_planned = True
+            raise RuntimeError("the graph is planned, and nobody wants it compiled")
+
+
 class GraphPass(_InferenceAwareGraphPass):  # type: ignore[misc]
     """Inductor's ``post_grad_custom_post_pass``: rewrite one graph.
 
@@ -39,11 +78,14 @@ class GraphPass(_InferenceAwareGraphPass):  # type: ignore[misc]
     within the body; their gradient markers stay, and reduce one gradient at a time.
     """
 
-    def __init__(self, options: PassOptions) -> None:
+    def __init__(self, options: PassOptions, plan_only: PlanOnly | None = None) -> None:
         self._options = options
+        self._plan_only = plan_only
 
     def __call__(self, graph: Graph, is_inference: bool) -> None:
         self._options.rewrite(graph, graph_kind(graph, is_inference))
+        if self._plan_only is not None:
+            self._plan_only.planned(graph)
 
     def uuid(self) -> str:
         """Part of Inductor's cache key."""
@@ -69,12 +111,14 @@ class PassSequence(_InferenceAwareGraphPass):  # type: ignore[misc]
         return None if None in keys else keys
 
 
-def with_passes(options: PassOptions, config_patches: Mapping[str, Any]) -> dict[str, Any]:
+def with_passes(
+    options: PassOptions, config_patches: Mapping[str, Any], plan_only: PlanOnly | None = None
+) -> dict[str, Any]:
     """``config_patches`` with the passes added behind those that a user has configured."""
     patches = dict(config_patches)
     for name, own in (
         ("joint_custom_pre_pass", JointPass(options)),
-        ("post_grad_custom_post_pass", GraphPass(options)),
+        ("post_grad_custom_post_pass", GraphPass(options, plan_only)),
     ):
         configured = patches[name] if name in patches else inductor_config_value(name)
         patches[name] = _sequence(configured, own)

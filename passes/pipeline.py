@@ -148,6 +148,7 @@ def compile_with_inductor(
     observer: Observer | None = None,
     whole_model: bool = False,
     config_patches: Mapping[str, Any] | None = None,
+    plan_only: bool = False,
 ) -> Callable[..., Any]:
     """Compile a Dynamo graph with Inductor, communication included.
 
@@ -157,16 +158,21 @@ def compile_with_inductor(
         groups, policy, verify, observer, whole_model: see `PassOptions`.
         config_patches: Inductor config values for this compilation. Custom passes given here, or
             in Inductor's global config, run before these passes.
+        plan_only: stop when the graphs are planned, for people who want to see them. The result
+            computes the same, operator by operator, and follows no schedule: it gathers and
+            frees each parameter where it is read.
 
     Returns:
         A callable with the graph's signature.
     """
     from . import lowerings
-    from .inductor import with_passes
+    from .inductor import PlanOnly, with_passes
 
     lowerings.register()
     options = PassOptions(groups, policy, verify, observer, whole_model)
-    return inductor_compile(gm, inputs, with_passes(options, config_patches or {}))
+    plan_only_compiler = PlanOnly() if plan_only else None
+    patches = with_passes(options, config_patches or {}, plan_only_compiler)
+    return inductor_compile(gm, inputs, patches, plan_only_compiler)
 
 
 def compile_with_aot_eager(
@@ -178,6 +184,7 @@ def compile_with_aot_eager(
     verify: bool = False,
     observer: Observer | None = None,
     whole_model: bool = False,
+    plan_only: bool = False,
 ) -> Callable[..., Any]:
     """Compile a Dynamo graph into forward and backward graphs that run op by op.
 
@@ -196,9 +203,10 @@ def compile_with_aot_eager(
 
     def compiler(kind: GraphKind) -> Callable[[GraphModule, Sequence[Any]], Any]:
         def compile_graph(gm: GraphModule, inputs: Sequence[Any]) -> Any:
+            run = with_graph_of_its_own(gm) if plan_only else gm
             options.rewrite(gm.graph, kind)
-            gm.recompile()
-            return boxed(lambda arguments: Interpreter(gm).boxed_run(arguments))
+            run.recompile()
+            return boxed(lambda arguments: Interpreter(run).boxed_run(arguments))
 
         return compile_graph
 
@@ -211,6 +219,13 @@ def compile_with_aot_eager(
         partition_fn=partition,
         keep_inference_input_mutations=True,
     )
+
+
+def with_graph_of_its_own(gm: GraphModule) -> GraphModule:
+    """A module that computes what ``gm`` computes now, whatever becomes of its graph."""
+    graph = Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    return GraphModule(gm, graph)
 
 
 def _sources() -> list[Path]:

@@ -24,18 +24,32 @@ def op_schema(target: object) -> torch.FunctionSchema | None:
 
 
 def inductor_compile(
-    gm: GraphModule, inputs: Sequence[Any], config_patches: Mapping[str, Any]
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    config_patches: Mapping[str, Any],
+    inner_compile: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """Compile a Dynamo graph with Inductor under the given config.
 
     ``torch._inductor.compile`` is the documented spelling, but wants an exported graph. This is
     what ``torch.compile(backend="inductor")`` calls; it keeps the config for the backward graph,
-    which is compiled later.
+    which is compiled later. ``inner_compile`` compiles each graph, None: Inductor does.
     """
     from torch._inductor.compile_fx import compile_fx
 
+    inner = inductor_inner_compile if inner_compile is None else inner_compile
     # The other types of its result are for ahead-of-time compilation.
-    return cast(Callable[..., Any], compile_fx(gm, inputs, config_patches=dict(config_patches)))
+    return cast(
+        Callable[..., Any],
+        compile_fx(gm, inputs, inner_compile=inner, config_patches=dict(config_patches)),
+    )
+
+
+def inductor_inner_compile(gm: GraphModule, inputs: Sequence[Any], **settings: Any) -> Any:
+    """How Inductor compiles one of AOTAutograd's graphs: its passes, then code."""
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    return compile_fx_inner(gm, inputs, **settings)
 
 
 def custom_graph_pass() -> type[Any]:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import compile_fsdp
-from compile_fsdp import Explanation, capture, explain, fully_shard
+from compile_fsdp import Explanation, FsdpModule, capture, explain, fully_shard
 from tests.distributed import run
 from tests.explaining import (
     batch,
@@ -102,6 +102,27 @@ def test_explain_leaves_the_model_as_it_was() -> None:
     assert model.rebound is rebound and model.calls == 0 and not hasattr(model, "added")
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(not group.is_held for group in model.fsdp_parameter_groups)
+
+
+@in_a_world_of_two
+def test_explain_plans_for_inductor_and_writes_no_code() -> None:
+    """With default options, by which some groups are kept for a backward that does not run."""
+    from torch._inductor import metrics
+
+    model = sharded_language_model()
+    metrics.reset()
+    forward, backward = explain(model, *batch()).graphs
+    assert metrics.generated_kernel_count == 0
+    assert (forward.kind, backward.kind) == ("forward", "backward")
+    assert "aten.rsqrt(" in forward.after, "Inductor's passes ran: LayerNorm is decomposed"
+    assert "aten.native_layer_norm(" not in forward.after
+    groups = [
+        group
+        for module in model.modules()
+        if isinstance(module, FsdpModule)
+        for group in module.fsdp_parameter_groups
+    ]
+    assert not any(group.is_kept or group.is_unsharded for group in groups)
 
 
 @in_a_world_of_two
