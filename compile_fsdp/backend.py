@@ -52,7 +52,7 @@ class CompileOptions:
     memory_budget: int | float | str = "peak"
     activation_bytes: int | str | None = None
     reshard_after_forward: bool | str | Mapping[str, bool] = "auto"
-    merge_below: int | str | None = None
+    merge_below: int | str = 0
     equal_shapes: bool = False
     cost_model: CostModel | str | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)

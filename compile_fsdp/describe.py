@@ -8,6 +8,7 @@ import torch
 
 from compile_fsdp.passes.facts import GraphFacts, GraphKind
 from compile_fsdp.passes.steps import (
+    GatherTogether,
     GroupStep,
     ReduceInner,
     ReduceOuter,
@@ -33,6 +34,7 @@ from .lanes import (
     bytes_of,
     end_of,
     fqns_of,
+    label_of,
     lane_of,
     memory_points,
     microseconds,
@@ -170,7 +172,7 @@ def _steps(schedule: Schedule, groups: Groups) -> Iterator[PlannedStep]:
         yield PlannedStep(
             number=number,
             op=step.op,
-            group=groups[step.group].label if isinstance(step, GroupStep) else "",
+            group=label_of(step, groups) if isinstance(step, GatherTogether | GroupStep) else "",
             fqns=fqns_of(step, groups),
             bytes=bytes_of(step, groups),
             axis=_axis(step, groups),
@@ -187,8 +189,8 @@ def _steps(schedule: Schedule, groups: Groups) -> Iterator[PlannedStep]:
 
 
 def _axis(step: Step, groups: Groups) -> str:
-    if isinstance(step, Unshard):
-        return groups[step.group].gather_axis
+    if isinstance(step, Unshard | GatherTogether):
+        return groups[step.names[0]].gather_axis
     if isinstance(step, ReduceInner):
         return groups[step.group].inner_axis
     if isinstance(step, ReduceOuter):
@@ -219,9 +221,9 @@ def _collectives(schedule: Schedule, groups: Groups) -> tuple[CollectiveTotal, .
     totals: dict[tuple[str, str, str], tuple[int, int]] = {}
     for step in schedule.steps:
         size = bytes_of(step, groups)
-        if not size or not isinstance(step, GroupStep):
+        if not size:
             continue
-        key = (_kind(step, groups[step.group]), lane_of(step), _axis(step, groups))
+        key = (_kind(step, groups[step.names[0]]), lane_of(step), _axis(step, groups))
         count, total = totals.get(key, (0, 0))
         totals[key] = (count + 1, total + size)
     return tuple(CollectiveTotal(*key, *total) for key, total in totals.items())

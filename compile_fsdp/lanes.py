@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from compile_fsdp.passes.costs import CostModel
 from compile_fsdp.passes.steps import (
+    GatherTogether,
     GroupStep,
     ReduceInner,
     ReduceOuter,
@@ -34,6 +35,8 @@ def bytes_of(step: Step, groups: Groups) -> int:
     """The size of the buffer that a step gathers or reduces; 0 where it does neither."""
     if isinstance(step, Unshard):
         return 0 if step.gathered else groups[step.group].gather_bytes
+    if isinstance(step, GatherTogether):
+        return sum(groups[name].gather_bytes for name in step.groups)
     if isinstance(step, ReduceInner | ReduceOuter):
         return groups[step.group].reduce_bytes
     return 0
@@ -41,6 +44,8 @@ def bytes_of(step: Step, groups: Groups) -> int:
 
 def fqns_of(step: Step, groups: Groups) -> tuple[str, ...]:
     """The parameters that a step is about."""
+    if isinstance(step, GatherTogether):
+        return tuple("=".join(names) for name in step.groups for names in groups[name].fqns)
     if not isinstance(step, GroupStep):
         return ()
     names = groups[step.group].fqns
@@ -50,7 +55,12 @@ def fqns_of(step: Step, groups: Groups) -> tuple[str, ...]:
 
 def lane_of(step: Step) -> str:
     """The lane on which a step communicates."""
-    return "gather" if isinstance(step, Unshard) else step.op
+    return "gather" if isinstance(step, Unshard | GatherTogether) else step.op
+
+
+def label_of(step: Step, groups: Groups) -> str:
+    """The groups that a gather or reduction is of, for people."""
+    return "+".join(groups[name].label for name in step.names)
 
 
 def spans_of(schedule: Schedule, groups: Groups, costs: CostModel) -> tuple[Span, ...]:
@@ -83,7 +93,9 @@ def _starts(schedule: Schedule, costs: CostModel) -> list[float]:
 def _communication(schedule: Schedule, groups: Groups) -> Iterator[Span]:
     timed = time_unit(schedule) == "us"
     for number, step in enumerate(schedule.steps):
-        if not isinstance(step, Unshard | ReduceInner | ReduceOuter):
+        if not isinstance(step, GatherTogether | Unshard | ReduceInner | ReduceOuter):
+            continue
+        if isinstance(step, Unshard) and step.gathered:
             continue
         start: float = step.anchor
         end: float = end_of(schedule, number, step)
@@ -94,7 +106,7 @@ def _communication(schedule: Schedule, groups: Groups) -> Iterator[Span]:
             lane=lane_of(step),
             start=float(start),
             end=float(end),
-            label=groups[step.group].label,
+            label=label_of(step, groups),
             detail=schedule.where(step),
             step=number,
             bytes=bytes_of(step, groups),
@@ -102,12 +114,12 @@ def _communication(schedule: Schedule, groups: Groups) -> Iterator[Span]:
         )
 
 
-def end_of(schedule: Schedule, number: int, step: GroupStep) -> int:
+def end_of(schedule: Schedule, number: int, step: Step) -> int:
     """The position until which a collective may be in flight: a gather until its wait, a
     reduction until the next one on its lane."""
-    awaited = "wait" if isinstance(step, Unshard) else step.op
+    awaited = "wait" if isinstance(step, Unshard | GatherTogether) else step.op
     for later in schedule.steps[number + 1 :]:
-        if later.op == awaited and (awaited != "wait" or step.group in later.names):
+        if later.op == awaited and (awaited != "wait" or step.names[0] in later.names):
             return later.anchor
     return schedule.facts.end
 

@@ -17,6 +17,7 @@ from .reduce import (
     write_wait_reductions,
 )
 from .steps import (
+    GatherTogether,
     Keep,
     ReduceInner,
     ReduceOuter,
@@ -27,10 +28,11 @@ from .steps import (
     Wait,
     WaitReductions,
 )
-from .unshard import erase_markers, write_release, write_unshard, write_wait
+from .unshard import erase_markers, write_gather_together, write_release, write_unshard, write_wait
 from .uses import GraphUses
 
 _WRITERS: Mapping[type[Step], Callable[[GraphWriter, Any], Node]] = {
+    GatherTogether: write_gather_together,
     Unshard: write_unshard,
     Wait: write_wait,
     Release: write_release,

@@ -86,7 +86,8 @@ class PassOptions:
         for path in _sources():
             digest.update(path.read_bytes())
         groups = sorted(self.groups.items())
-        digest.update(repr((self.policy, self.whole_model, groups)).encode())
+        shared = [group.mergeable for group in group_facts(self.groups).values()]
+        digest.update(repr((self.policy, self.whole_model, groups, shared)).encode())
         return digest.hexdigest()
 
 

@@ -51,7 +51,7 @@ class Policy:
         reshard_after_forward: True: keep no group between forward and backward; False: keep all;
             "auto": as the budget allows. Pairs (pattern of module names, bool) decide for those
             they match, the last one that matches a group, and "auto" for the others.
-        merge_below: bytes of gathered buffers up to which neighbouring groups share collectives; 0:
+        merge_below: bytes of gathered buffers up to which neighbouring groups share a gather; 0:
             never. None: as far as the cost model says that copying costs less than a collective.
         equal_shapes: a promise that every rank always compiles with equal shapes; prefetching then
             counts the graph's own FLOPs instead of `CostModel.tokens` rows a rank.
@@ -65,7 +65,7 @@ class Policy:
     memory_budget: Budget = "peak"
     activation_bytes: int | None = None
     reshard_after_forward: Reshard = "auto"
-    merge_below: int | None = None
+    merge_below: int | None = 0
     equal_shapes: bool = False
     costs: CostModel = field(default_factory=lambda: cost_model("cpu"))
 
@@ -173,7 +173,7 @@ def parse_policy(options: Mapping[str, Any], device: str = "cpu") -> Policy:
         memory_budget=_budget(options.get("memory_budget", "peak"), costs),
         activation_bytes=_bytes_or_none("activation_bytes", options),
         reshard_after_forward=_reshard(options.get("reshard_after_forward", "auto")),
-        merge_below=_bytes_or_none("merge_below", options),
+        merge_below=_merge_below(options.get("merge_below", 0)),
         equal_shapes=_flag("equal_shapes", options.get("equal_shapes", False)),
         costs=costs,
     )
@@ -263,6 +263,10 @@ def _reshard(value: object) -> Reshard:
 
 def _bytes_or_none(name: str, options: Mapping[str, Any]) -> int | None:
     return parse_bytes(name, options[name]) if name in options else None
+
+
+def _merge_below(value: object) -> int | None:
+    return None if value == "auto" else parse_bytes("merge_below", value)
 
 
 def _flag(name: str, value: object) -> bool:

@@ -28,13 +28,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from .estimates import Keeping
 from .facts import GraphFacts, GraphKind, GroupFacts
 from .memory import memory_curve
+from .merge import joined
 from .policy import Policy
 from .prefetch import Unit, leads
 from .steps import (
+    GatherTogether,
     GroupStep,
     Keep,
     ReduceInner,
@@ -161,18 +164,39 @@ def _gather_slots(
     policy: Policy,
 ) -> Iterator[_Slot]:
     kept = facts.kept if facts.is_backward else ()
-    units = [
-        Unit((each.group,), each.first, each.last, gathered=each.group in kept)
-        for each in intervals
-    ]
+    units = _units(intervals, kept, groups, policy)
+    for each in intervals:
+        yield _Slot(_WAIT, Wait(anchor=each.first, group=each.group, reason="read from here on"))
     for unit, lead in zip(units, leads(units, facts, groups, policy), strict=True):
-        (group,) = unit.groups
         turn, anchor = _FIRST, facts.start
         if lead.leader is not None:
             turn, anchor = _UNSHARD, units[lead.leader].first
-        step = Unshard(anchor=anchor, group=group, gathered=unit.gathered, reason=lead.reason)
-        yield _Slot(turn, step)
-        yield _Slot(_WAIT, Wait(anchor=unit.first, group=group, reason="read from here on"))
+        together = len(unit.groups) > 1
+        if together:
+            why = f"too small for a collective each; {lead.reason}"
+            yield _Slot(turn, GatherTogether(anchor=anchor, groups=unit.groups, reason=why))
+        gathered = unit.gathered or together
+        why = "gathered together" if together else lead.reason
+        for group in unit.groups:
+            yield _Slot(turn, Unshard(anchor=anchor, group=group, gathered=gathered, reason=why))
+
+
+def _units(
+    intervals: Sequence[_Interval],
+    kept: Sequence[str],
+    groups: Mapping[str, GroupFacts],
+    policy: Policy,
+) -> list[Unit]:
+    """What is gathered together, in order of first reader. What is kept stands alone."""
+    known = {each.group: each for each in intervals}
+    units: list[Unit] = []
+    for is_kept, run in groupby(known, key=lambda group: group in kept):
+        names = list(run)
+        for members in [(name,) for name in names] if is_kept else joined(names, groups, policy):
+            first = min(known[name].first for name in members)
+            last = max(known[name].last for name in members)
+            units.append(Unit(members, first, last, gathered=is_kept))
+    return units
 
 
 def _release_slots(

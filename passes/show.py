@@ -22,6 +22,7 @@ from torch.fx import Graph, Node
 
 from .aliases import is_view_of
 from .targets import (
+    GATHER_TOGETHER,
     KEEP,
     REDUCE_INNER,
     RELEASE,
@@ -66,7 +67,7 @@ def _operands(node: Node) -> list[str]:
     if is_call(node, REDUCE_INNER):
         gradients, _, indices, _ = cast(tuple[Any, ...], node.args)
         return [f"{i}: {gradient.name}" for i, gradient in zip(indices, gradients, strict=True)]
-    if is_call(node, WAIT_REDUCTIONS):
+    if is_call(node, GATHER_TOGETHER, WAIT_REDUCTIONS):
         return [token.name for token in cast(list[Node], node.args[0])]
     return [cast(Node, node.args[0]).name]
 

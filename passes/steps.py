@@ -60,11 +60,29 @@ class GroupStep(Step):
 
 
 @dataclass(frozen=True)
+class GatherTogether(Step):
+    """Start gathering several small groups by one collective; the unshard of each finds it
+    gathered.
+
+    Attributes:
+        groups: in order of first reader.
+    """
+
+    op: ClassVar[str] = "gather_together"
+    groups: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.groups
+
+
+@dataclass(frozen=True)
 class Unshard(GroupStep):
     """Start gathering the group's flat buffer.
 
     Attributes:
-        gathered: it is there already, kept since the forward graph: nothing is communicated.
+        gathered: it is there already, kept since the forward graph or gathered together with
+            others: nothing is communicated.
     """
 
     op: ClassVar[str] = "unshard"
@@ -207,7 +225,11 @@ class Schedule:
         return "\n".join([self._title(), *table([header, *rows], right_aligned=(0, 4))])
 
     def _title(self) -> str:
-        gathered = [s for s in self.steps if isinstance(s, Unshard) and not s.gathered]
+        gathered = [
+            step
+            for step in self.steps
+            if isinstance(step, GatherTogether) or (isinstance(step, Unshard) and not step.gathered)
+        ]
         reduced = [step for step in self.steps if isinstance(step, ReduceInner)]
         parts = [
             f"{len(steps)} {verb} ({format_bytes(sum(self._bytes(step) for step in steps))})"
@@ -229,9 +251,13 @@ class Schedule:
         )
 
     def _label(self, step: Step) -> str:
+        if isinstance(step, GatherTogether):
+            return "+".join(self.groups[name].label for name in step.groups)
         return self.groups[step.group].label if isinstance(step, GroupStep) else ""
 
     def _bytes(self, step: Step) -> int:
+        if isinstance(step, GatherTogether):
+            return sum(self.groups[name].gather_bytes for name in step.groups)
         if isinstance(step, Unshard) and not step.gathered:
             return self.groups[step.group].gather_bytes
         if isinstance(step, ReduceInner | ReduceOuter):
@@ -241,9 +267,9 @@ class Schedule:
     def where(self, step: Step) -> str:
         """The place of ``step`` in words. Steps that make a read possible say what they precede,
         the others what they follow."""
-        if isinstance(step, Unshard) and not step.after:
+        if isinstance(step, Unshard | GatherTogether) and not step.after:
             return "at the start"
-        if isinstance(step, Unshard | Wait):
+        if isinstance(step, GatherTogether | Unshard | Wait):
             return f"before {self.facts.names[step.anchor]}"
         if isinstance(step, ReduceOuter | WaitReductions) and step.anchor == self.facts.end:
             return "at the end"

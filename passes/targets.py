@@ -17,6 +17,7 @@ _ops = torch.ops.compile_fsdp
 PARAMETER: Any = _ops.parameter.default
 PARAMETER_GRAD: Any = _ops.parameter_grad.default
 
+GATHER_TOGETHER: Any = _ops.gather_together.default
 UNSHARD: Any = _ops.unshard.default
 WAIT: Any = _ops.wait.default
 RELEASE: Any = _ops.release.default
@@ -25,7 +26,16 @@ REDUCE_INNER: Any = _ops.reduce_inner.default
 REDUCE_OUTER: Any = _ops.reduce_outer.default
 WAIT_REDUCTIONS: Any = _ops.wait_reductions.default
 
-COMMUNICATION = (UNSHARD, WAIT, RELEASE, KEEP, REDUCE_INNER, REDUCE_OUTER, WAIT_REDUCTIONS)
+COMMUNICATION = (
+    GATHER_TOGETHER,
+    UNSHARD,
+    WAIT,
+    RELEASE,
+    KEEP,
+    REDUCE_INNER,
+    REDUCE_OUTER,
+    WAIT_REDUCTIONS,
+)
 
 AS_STRIDED: Any = torch.ops.aten.as_strided.default
 CLONE: Any = torch.ops.aten.clone.default

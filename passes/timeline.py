@@ -15,7 +15,7 @@ from itertools import accumulate
 from .costs import CostModel
 from .estimates import StepTime, Timeline
 from .facts import GraphFacts, GroupFacts
-from .steps import ReduceInner, ReduceOuter, Step, Unshard, Wait, WaitReductions
+from .steps import GatherTogether, ReduceInner, ReduceOuter, Step, Unshard, Wait, WaitReductions
 
 
 def clock(facts: GraphFacts, costs: CostModel) -> list[float]:
@@ -57,6 +57,13 @@ class _Lanes:
             start = max(earliest, self._free[type(step)])
             end = start + self._seconds(step)
             self._free[type(step)] = self._ready[step.group] = end
+            self.communication += end - start
+            self.times.append(StepTime(now, start, end))
+            return
+        if isinstance(step, GatherTogether):
+            start = max(now, self._free[Unshard])
+            end = start + self.costs.gather_seconds([self.groups[name] for name in step.groups])
+            self._free[Unshard] = end
             self.communication += end - start
             self.times.append(StepTime(now, start, end))
             return

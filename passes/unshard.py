@@ -18,10 +18,11 @@ from torch.fx import Graph, Node
 
 from .aliases import AliasTree, alias_trees
 from .graph_writer import GraphWriter, insert_call, refresh_value
-from .steps import Keep, Release, Unshard, Wait
+from .steps import GatherTogether, Keep, Release, Unshard, Wait
 from .targets import (
     AS_STRIDED,
     CLONE,
+    GATHER_TOGETHER,
     KEEP,
     RELEASE,
     UNSHARD,
@@ -50,6 +51,18 @@ def clone_escaping_views(graph: Graph) -> None:
             clone = insert_call(graph, CLONE, (view,), before=view.next, name=name)
             for user in leaving:
                 user.replace_input_with(view, clone)
+
+
+def write_gather_together(writer: GraphWriter, step: GatherTogether) -> Node:
+    """Write ``token = gather_together(shards, groups, after)``."""
+    return writer.call(
+        GATHER_TOGETHER,
+        [writer.uses.shards[group] for group in step.groups],
+        list(step.groups),
+        writer.named_by(step),
+        before=writer.place(step),
+        name="together",
+    )
 
 
 def write_unshard(writer: GraphWriter, step: Unshard) -> Node:

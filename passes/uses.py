@@ -119,6 +119,8 @@ def graph_kind(graph: Graph, is_inference: bool) -> GraphKind:
 
 def group_facts(groups: Mapping[str, GroupInfo]) -> dict[str, GroupFacts]:
     """What a schedule may depend on, of each group."""
+    # Equal on all ranks, which the ranks themselves are not.
+    meshes: dict[tuple[int, ...], int] = {}
     return {
         name: GroupFacts(
             name=name,
@@ -131,6 +133,7 @@ def group_facts(groups: Mapping[str, GroupInfo]) -> dict[str, GroupFacts]:
             dtype=str(info.dtype).removeprefix("torch."),
             mesh_shape=info.mesh_shape,
             state_bytes=_state_bytes(info),
+            mergeable=f"{info.dtype} {meshes.setdefault(info.ranks, len(meshes))}",
         )
         for name, info in groups.items()
     }

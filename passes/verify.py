@@ -36,10 +36,11 @@ from .aliases import AliasTree, alias_trees, written_arguments
 from .dependencies import Dependencies
 from .facts import GraphFacts, GraphKind
 from .gradients import graph_outputs
-from .steps import GroupStep, Schedule, Step, Wait, WaitReductions
+from .steps import Schedule, Step, Wait
 from .targets import (
     ADD,
     AS_STRIDED,
+    GATHER_TOGETHER,
     KEEP,
     REDUCE_INNER,
     REDUCE_OUTER,
@@ -438,13 +439,11 @@ def _check_live_bytes(graph: _Rewritten, schedule: Schedule) -> None:
 
 
 def _groups_of_step(step: Step) -> tuple[str, ...]:
-    if isinstance(step, WaitReductions):
-        return step.groups
-    return (cast(GroupStep, step).group,)
+    return step.names
 
 
 def _groups_of_node(node: Node) -> tuple[str, ...]:
-    if is_call(node, WAIT_REDUCTIONS):
+    if is_call(node, GATHER_TOGETHER, WAIT_REDUCTIONS):
         return tuple(cast(list[str], node.args[1]))
     return (_group_of(node),)
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from .dbuffer import DBuffer
+from .merging import gather_together
 from .streams import Event, Lane, make_lane
 from .torch_internals import at_end_of_backward, in_backward
 
@@ -95,6 +96,10 @@ class GroupContext:
                 group.release_unused_gradient_storage()
                 if self.eager_depth == 0:
                     group.expect_step()
+
+    def gather_together(self, groups: Sequence[FsdpParameterGroup]) -> None:
+        """Start gathering several groups by one collective; nobody holds them yet."""
+        gather_together(self.lanes.gather, [(group.label, group.unsharding) for group in groups])
 
     def drop_leftovers(self) -> None:
         """Release every group that an interrupted forward or backward left unsharded, and forget

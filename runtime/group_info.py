@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,6 +31,8 @@ class GroupInfo:
         requires_grad: False for a frozen group.
         trainable: for each tensor whether it gets gradients; empty: all do as ``requires_grad``.
         mesh_shape: sizes of the data-parallel mesh axes, dp_outer first.
+        ranks: global ranks of the mesh. They differ between the ranks of a larger job, so they are
+            not part of the text that makes cache keys; only which groups share them is.
         gathers: False when parameters are replicated and unsharding moves nothing.
         finishes_later: the inner reduction leaves gradients partial over some axis; the last
             microbatch finishes them (DDP and ZeRO-1, the outer axis of HSDP and HFSDP).
@@ -50,6 +52,7 @@ class GroupInfo:
     gathers: bool = True
     finishes_later: bool = False
     trainable: tuple[bool, ...] = ()
+    ranks: tuple[int, ...] = field(default=(), repr=False)
 
     def is_trainable(self, index: int) -> bool:
         """Whether tensor ``index`` gets gradients."""
@@ -83,6 +86,7 @@ def describe(group: FsdpParameterGroup) -> GroupInfo:
         requires_grad=group.requires_grad,
         trainable=group.trainable,
         mesh_shape=tuple(group.mesh.shape),
+        ranks=group.ranks,
         grad_comm_dtype=group.grad_comm_dtype,
         gathers=group.gathers,
         finishes_later=group.finishes_later,

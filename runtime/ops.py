@@ -14,6 +14,7 @@ also runs under ``backend="eager"``, ``"aot_eager"`` or ``"inductor"``.
 
 *Scheduled communication*, written by the passes in place of the markers:
 
+    gather_together -> unshard of each      (small groups, one collective)
     unshard -> wait -> (reads of views of full) -> release, or keep at the end of a forward
     reduce_inner -> reduce_outer -> wait_reductions
 
@@ -43,6 +44,7 @@ NAMESPACE = "compile_fsdp"
 _SCHEMAS = (
     "parameter(Tensor shard, str group, int index, bool keep=False) -> Tensor",
     "parameter_grad(Tensor grad, str group, int index) -> Tensor",
+    "gather_together(Tensor[] shards, str[] groups, Tensor[] after) -> Tensor",
     "unshard(Tensor shard, str group, Tensor[] after) -> Tensor",
     "wait(Tensor(a!) full, str group, Tensor[] issued) -> ()",
     "release(Tensor(a!) full, str group) -> ()",
@@ -178,6 +180,24 @@ def _parameter_grad_fake(grad: torch.Tensor, group: str, index: int) -> torch.Te
 
 
 # Scheduled communication -----------------------------------------------------------------------
+
+
+@_implements("gather_together")
+def _gather_together(
+    shards: Sequence[torch.Tensor], groups: Sequence[str], after: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    live = [_group(name) for name in groups]
+    if not after:
+        live[0].context.begin_graph()
+    live[0].context.gather_together(live)
+    return new_token(live[0].device)
+
+
+@_fake("gather_together")
+def _gather_together_fake(
+    shards: Sequence[torch.Tensor], groups: Sequence[str], after: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    return shards[0].new_empty((1,), dtype=torch.float32)
 
 
 @_implements("unshard")

@@ -111,6 +111,8 @@ class FsdpParameterGroup(GroupIdentity):
         first = next(iter(originals))
         precision = mixed_precision_policy.resolve(first.dtype)
         self.mesh = mesh
+        # Not read from the mesh later: tracing knows no values of tensors.
+        self.ranks = tuple(mesh.mesh.flatten().tolist())
         self.device = mesh_device(mesh)
         self.grad_scale = grad_scale
         self.dtype = first.dtype
@@ -304,6 +306,11 @@ class FsdpParameterGroup(GroupIdentity):
         behind the gather. ``phase`` names what the ready event is recorded for.
         """
         self._unsharding.unshard(self.context.lanes.gather, phase, label=self.label)
+
+    @property
+    def unsharding(self) -> Unsharding:
+        """The state of the full parameters, for gathering several groups together."""
+        return self._unsharding
 
     @profiled("wait")
     def wait_for_unshard(self, phase: Phase | None = None) -> None:

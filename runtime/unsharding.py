@@ -32,6 +32,7 @@ class Unsharding:
     """The state of one group's full parameters.
 
     Attributes:
+        weights: the buffers.
         holders: how many hold the full parameters; a prefetch alone does not.
         is_unsharded: whether they have storage (a gather may still be in flight).
         kept: a forward left them, held by nobody, for its backward. Only an unshard inside a
@@ -41,7 +42,7 @@ class Unsharding:
     """
 
     def __init__(self, weights: GroupWeights) -> None:
-        self._weights = weights
+        self.weights = weights
         self.holders = 0
         self.is_unsharded = not weights.gathers
         self.kept = False
@@ -56,7 +57,7 @@ class Unsharding:
             # A gather that nobody waited for may still be sending what is written now.
             self._ready.wait()
         with torch.inference_mode(False), torch.no_grad():
-            self._weights.follow_main()
+            self.weights.follow_main()
         self.maybe_stepped = False
         self._full_outdated = True
 
@@ -67,26 +68,39 @@ class Unsharding:
                 self.release(lane)
             self.sync()
             lane.wait_current()
-        refreshing = self._weights.redistribute(lane, label)
-        if refreshing and not self._weights.gathers:
+        refreshing = self.weights.redistribute(lane, label)
+        if refreshing and not self.weights.gathers:
             self._ready = lane.record_event()
             self._ready_for.clear()
         return refreshing
 
+    def missing(self, lane: Lane, label: str) -> tuple[bool, bool]:
+        """Whether a gather is needed, and whether ``lane`` is still writing what it would send."""
+        refreshing = self._refresh(lane, label)
+        # Still unsharded since before a step, because whoever held it was interrupted; or kept for
+        # a backward that has not come.
+        outdated = self._full_outdated or self.kept
+        leftover = outdated and self.weights.gathers and not in_backward()
+        self.kept = False
+        return not self.is_unsharded or leftover, refreshing
+
+    def gather(self, lane: Lane, label: str, *, depends: bool) -> None:
+        """Start the gather; ``depends``: ``lane`` is still writing what it sends."""
+        self.weights.gather(lane, label, depends=depends)
+        self.note_gathered(lane)
+
+    def note_gathered(self, lane: Lane) -> None:
+        """What is on ``lane`` now gathers the full parameters."""
+        self.is_unsharded = True
+        self._full_outdated = False
+        self._ready = lane.record_event()
+
     def unshard(self, lane: Lane, phase: Phase | None, *, label: str) -> None:
         """Start gathering on ``lane`` what is not there; the ready event is for ``phase``."""
         with torch.inference_mode(False), torch.no_grad():
-            refreshing = self._refresh(lane, label)
-            # Still unsharded since before a step, because whoever held it was interrupted; or kept
-            # for a backward that has not come.
-            outdated = self._full_outdated or self.kept
-            leftover = outdated and self._weights.gathers and not in_backward()
-            self.kept = False
-            if not self.is_unsharded or leftover:
-                self._weights.gather(lane, label, depends=refreshing)
-                self.is_unsharded = True
-                self._full_outdated = False
-                self._ready = lane.record_event()
+            needed, refreshing = self.missing(lane, label)
+            if needed:
+                self.gather(lane, label, depends=refreshing)
         if phase is not None and self._ready is not None:
             self._ready_for[phase] = self._ready
 
@@ -98,12 +112,12 @@ class Unsharding:
 
     def release(self, lane: Lane) -> None:
         """Take the storage away, ordered on ``lane`` after the compute issued so far."""
-        if not self._weights.gathers:
+        if not self.weights.gathers:
             return
         if self._ready is not None:
             # A gather may be in flight into this very storage.
             self._ready.wait()
-        self._weights.release(lane)
+        self.weights.release(lane)
         self.is_unsharded = False
         self.kept = False
         self._ready = None

@@ -118,6 +118,12 @@ class GroupWeights:
         self._redistribution_due = False
         return True
 
+    @property
+    def gathered_axes(self) -> tuple[int, ...]:
+        """The mesh axes that a gather goes over."""
+        placements = zip(self.model.placements, self.full.placements, strict=True)
+        return tuple(axis for axis, (old, new) in enumerate(placements) if old != new)
+
     def gather(self, lane: Lane, label: str, *, depends: bool) -> None:
         """Give ``full`` memory and start gathering into it on ``lane``.
 

@@ -137,6 +137,26 @@ a    released after forward: its 1.0 MiB would exceed the budget by 1.0 MiB""",
     )
 
 
+def test_merged_small_groups() -> None:
+    """Two neighbours of 4 KiB each share a collective; the third would be too much."""
+    small = [replace(each, mergeable="float32 0") for each in (A, B, group("c"))]
+    text = "x input\nmm_a reads a.0\nmm_b reads b.0\nmm_c reads c.0"
+    merged = schedule(GraphKind.FORWARD, text, *small, merge_below=9 * KIB)
+    assert_expected_inline(str(merged), """\
+forward: 2 unshard (12.0 KiB)
+#  step             group  where           bytes  names  behind
+0  gather_together  a+b    at the start  8.0 KiB
+1  unshard          a      before mm_a            0
+2  unshard          b      before mm_a            1      a
+3  unshard          c      before mm_a   4.0 KiB  2      a b
+4  wait             a      before mm_a            3
+5  release          a      after mm_a
+6  wait             b      before mm_b            5
+7  release          b      after mm_b
+8  wait             c      before mm_c            7
+9  release          c      after mm_c""")
+
+
 def test_a_graph_break_in_the_middle() -> None:
     """Each part releases what it gathered, but the second one, which computes the loss, keeps."""
     first = schedule(GraphKind.FORWARD, "tokens input\nembed reads root.0\nmm_a reads a.0", ROOT, A)
