@@ -67,7 +67,8 @@ def fully_shard(
             gradients in the parameter's dtype.
         use_symm_mem: stage communication in symmetric memory.
         grad_scale: factor on every gradient contribution of these parameters.
-        shard_layout: ``PADDED`` gives every rank a segment of equal size.
+        shard_layout: ``PADDED`` gives every rank a segment of equal size where that takes at most
+            3 % of padding, ``PACKED`` has no padding and segments that differ.
         parameter_to_owner: for ``TensorAtomic``: which rank holds which parameter.
 
     Raises:

@@ -42,8 +42,8 @@ __all__ = [
 
 Shape = tuple[int, ...]
 
-# When the chunk rule's padding is worth a search: as a share of the payload, and in elements a
-# rank, below which padding costs nothing that anyone could measure.
+# When padding is worth a search, and then unequal segments: as a share of the payload, and in
+# elements a rank, below which padding costs nothing that anyone could measure.
 _MAX_WASTE = 0.03
 _SMALL_WASTE = 256
 
@@ -166,7 +166,8 @@ def make_layout(
         shapes: One shape for each tensor.
         num_shards: Number of segments.
         shard: A ``Shard(0)`` or a subclass of `compile_fsdp.runtime.placement`.
-        shard_layout: Equal segments or no padding; without meaning for ``TensorAtomic``.
+        shard_layout: Equal segments or no padding; without meaning for ``TensorAtomic``. Where
+            equal segments cannot do with at most 3 % of padding, ``PADDED`` has unequal ones too.
         owners: For ``TensorAtomic``, the rank that owns each tensor.
         alignment: Tensors and segments start at multiples of so many elements; 1 = anywhere.
 
@@ -178,9 +179,17 @@ def make_layout(
             raise ValueError("TensorAtomic needs the rank that owns each tensor; pass owners=")
         return tensor_atomic_layout(shapes, owners, num_shards, alignment=alignment)
     block = shard.rows if isinstance(shard, BlockAtomic) else 1
-    flat = isinstance(shard, Flat)
-    build = padded_layout if shard_layout is ShardLayout.PADDED else packed_layout
-    return build(shapes, num_shards, block=0 if flat else block, alignment=alignment)
+    block = 0 if isinstance(shard, Flat) else block
+    if shard_layout is ShardLayout.PADDED:
+        layout = padded_layout(shapes, num_shards, block=block, alignment=alignment)
+        if not _is_wasteful(layout):
+            return layout
+    return packed_layout(shapes, num_shards, block=block, alignment=alignment)
+
+
+def _is_wasteful(layout: GlobalLayout) -> bool:
+    payload = layout.size - layout.waste
+    return layout.waste > max(_MAX_WASTE * payload, _SMALL_WASTE * layout.num_shards)
 
 
 def padded_layout(
@@ -200,8 +209,7 @@ def padded_layout(
     """
     tensors = _tensors(shapes, num_shards, block, alignment)
     layout = _chunked(tensors, num_shards, alignment)
-    payload = layout.size - layout.waste
-    if layout.waste > max(_MAX_WASTE * payload, _SMALL_WASTE * num_shards):
+    if _is_wasteful(layout):
         found = find_segments(tensors, num_shards, alignment, layout.size)
         if found is not None:
             segment, offsets = found

@@ -78,8 +78,8 @@ class FsdpParameterGroup(GroupIdentity):
             already saw ``ep_size`` ranks' tokens).
         use_symmetric_memory: stage communication in symmetric memory; not available yet.
         parameter_to_owner: for ``TensorAtomic`` placements: the rank that holds each parameter.
-        shard_layout: ``PADDED`` gives every rank a segment of the same size, ``PACKED`` has no
-            padding and segments that differ.
+        shard_layout: ``PADDED`` gives every rank a segment of the same size where that takes at
+            most 3 % of padding, ``PACKED`` has no padding and segments that differ.
 
     Raises:
         ValueError: no parameter, parameters that differ in dtype or requires_grad, illegal

@@ -40,7 +40,8 @@ class ShardLayout(Enum):
     """How the segments of a sharded buffer are sized."""
 
     PADDED = "padded"
-    """Equal segments, the collectives' fast path; the buffer may contain padding."""
+    """Equal segments, the collectives' fast path; the buffer may contain padding, but at most 3 %:
+    where whole rows in equal segments need more, segments are unequal as with ``PACKED``."""
     PACKED = "packed"
     """No padding; segments end at the nearest legal cut and are generally unequal."""
 
