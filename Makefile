@@ -23,6 +23,7 @@ help:
 	@echo "make random     train random configurations and compare with one process (CASES=500 SEED=1)"
 	@echo "make lint       ruff: style and imports"
 	@echo "make typecheck  mypy --strict"
+	@echo "make docs       build the documentation into site/"
 	@echo "make clean      remove the environment, caches and builds (runs/ stays)"
 
 demo: $(STAMP)
@@ -44,8 +45,15 @@ lint: $(STAMP)
 typecheck: $(STAMP)
 	$(BIN)/python -m mypy
 
+docs: $(VENV)/.docs
+	$(BIN)/python -m mkdocs build --quiet
+	@echo "the documentation is in site/index.html"
+
+docs-pictures: $(STAMP)
+	$(BIN)/python docs/make_pictures.py
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last: an environment whose making was interrupted is finished, or made
@@ -63,4 +71,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt setuptools
 	@$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt --no-build-isolation \
 		-e ".[test,examples,dev]"
+	@touch $@
+
+$(VENV)/.docs: $(STAMP)
+	@$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt --no-build-isolation -e ".[docs]"
 	@touch $@

@@ -115,7 +115,7 @@ class Picture:
         width = max(NARROWEST, end - x)
         told = self.told(span)
         label = ""
-        if width > 7 * len(span.label) + 6:
+        if width > 6.5 * len(span.label) + 6:
             label = f'<text class="label" x="{x + 4:.1f}" y="{y + 15}">{escape(span.label)}</text>'
         reads = " idle" if span.lane == "compute" and not span.fqns else ""
         return (
