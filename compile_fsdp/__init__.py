@@ -11,7 +11,7 @@ from .checkpoint_export import export_safetensors
 from .checkpoint_import import import_safetensors
 from .explain import Capture, capture, explain
 from .explanation import Explanation
-from .fully_shard import fully_shard, microbatch
+from .fully_shard import fully_shard, microbatch, zero_missing_gradients
 from .module import FsdpModule, register_forward_method
 from .optimizer import fully_shard_optimizer
 from .runtime.dbuffer import DBuffer
@@ -51,4 +51,5 @@ __all__ = [
     "microbatch",
     "register_forward_method",
     "save_checkpoint",
+    "zero_missing_gradients",
 ]

@@ -25,6 +25,7 @@ from compile_fsdp.runtime.parameter_group import FsdpParameterGroup
 from compile_fsdp.runtime.registry import registry
 
 from .compilation import Compilation, is_watched
+from .context import FsdpContext
 from .inspection import check_all_managed
 from .module import written_in_forward
 from .torch_internals import version_of
@@ -164,6 +165,10 @@ def compile_graph(
         "observer": compilation.observe,
         "plan_only": plan_only,
     }
+    if compilation.policy.prefetch != 0 and not plan_only:
+        for context in dict.fromkeys(group.context for group in whole.values()):
+            if isinstance(context, FsdpContext):
+                context.note_graph(groups)
     original = copy.deepcopy(gm) if groups else gm
     if parsed.inner == "aot_eager":
         compiled = pipeline.compile_with_aot_eager(gm, example_inputs, **seen, **passes)

@@ -8,6 +8,7 @@ modules.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,12 +35,19 @@ class FsdpContext(GroupContext):
         self.root = 0
         self._forward_order: list[FsdpUnit] = []
         self._next: dict[Phase, dict[FsdpUnit, FsdpUnit]] = {}
+        self._orders: dict[Phase, list[FsdpUnit]] = {}
+        self._in_graphs: set[str] = set()
+        self._beyond: dict[Phase, dict[FsdpParameterGroup, FsdpUnit]] = {
+            Phase.FORWARD: {},
+            Phase.BACKWARD: {},
+        }
         self._on_demand: dict[FsdpParameterGroup, None] = {}
 
     def set_orders(self, forward: list[FsdpUnit], backward: list[FsdpUnit]) -> None:
         """Fix the prefetch orders: forward as ``named_modules`` lists the units, backward parent
         first and children reversed."""
         self._forward_order = forward
+        self._orders = {Phase.FORWARD: forward, Phase.BACKWARD: backward}
         self._next = {
             Phase.FORWARD: dict(itertools.pairwise(forward)),
             Phase.BACKWARD: dict(itertools.pairwise(backward)),
@@ -120,6 +128,35 @@ class FsdpContext(GroupContext):
         """Start the gathers of the unit that comes after ``unit`` in ``phase``'s order."""
         following = self._next[phase].get(unit)
         if following is not None:
+            following.prefetch(phase)
+
+    def note_graph(self, names: Collection[str]) -> None:
+        """A graph that reads the groups called ``names`` is being compiled.
+
+        Its last unit also starts the gathers of the one that follows in the order of the units, if
+        another graph reads that (blocks that are compiled one by one).
+        """
+        self._in_graphs.update(names)
+        for phase, following in self._next.items():
+            inside = [
+                (unit, group)
+                for unit in self._orders[phase]
+                for group in unit.groups
+                if group.name in names
+            ]
+            for _, group in inside:
+                self._beyond[phase].pop(group, None)
+            if inside and inside[-1][0] in following:
+                unit, group = inside[-1]
+                self._beyond[phase][group] = following[unit]
+
+    def prefetch_beyond_graph(self, group: FsdpParameterGroup) -> None:
+        """See `GroupContext.prefetch_beyond_graph`."""
+        phase = Phase.BACKWARD if in_backward() else Phase.FORWARD
+        following = self._beyond[phase].get(group)
+        if following is not None and self._in_graphs.issuperset(
+            [each.name for each in following.groups]
+        ):
             following.prefetch(phase)
 
     def _drop_unheld(self, *, also_kept: bool = True) -> None:

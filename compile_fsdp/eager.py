@@ -44,6 +44,15 @@ def install_hooks(module: nn.Module, unit: FsdpUnit) -> None:
         watch_gradients(unit, group)
 
 
+def remove_hooks(module: nn.Module) -> None:
+    """Undo `install_hooks` on a module whose hooks were copied from another one's."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for number in [key for key, hook in hooks.items() if hook in (_pre_forward, _post_forward)]:
+            del hooks[number]
+            module._forward_pre_hooks_with_kwargs.pop(number, None)
+            module._forward_hooks_always_called.pop(number, None)
+
+
 def watch_gradients(unit: FsdpUnit, group: FsdpParameterGroup) -> None:
     """Reduce ``group`` when all its trainable parameters, now and later, have their gradients."""
     watched: set[FsdpParameter] = set()

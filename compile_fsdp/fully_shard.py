@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate
 
+from compile_fsdp.runtime.agreement import agreement_of
 from compile_fsdp.runtime.mixed_precision import MixedPrecisionPolicy
 from compile_fsdp.runtime.parameter_group import (
     FsdpParameterGroup,
@@ -110,7 +111,8 @@ def fully_shard(
             parameter.__dict__.clear()
             parameter.__dict__.update(attributes)
         raise
-    _commit(module, groups, mesh)
+    device = groups[0].device if groups else torch.device(mesh.device_type)
+    commit(module, groups, device)
 
 
 @contextlib.contextmanager
@@ -128,14 +130,7 @@ def microbatch(module: nn.Module, is_last: bool) -> Iterator[None]:
     Raises:
         ValueError: no module at or below ``module`` is sharded.
     """
-    contexts = list(
-        {unit.context: None for _, unit in _units(module)}  # ordered, each once
-    )
-    if not contexts:
-        raise ValueError(
-            f"microbatch: nothing at or below this {type(module).__name__} is sharded; call "
-            "fully_shard first"
-        )
+    contexts = _contexts(module, "microbatch")
     previous = [context.is_last_microbatch for context in contexts]
     for context in contexts:
         context.is_last_microbatch = bool(is_last)
@@ -144,6 +139,44 @@ def microbatch(module: nn.Module, is_last: bool) -> Iterator[None]:
     finally:
         for context, value in zip(contexts, previous, strict=True):
             context.is_last_microbatch = value
+
+
+def zero_missing_gradients(module: nn.Module, enabled: bool = True) -> None:
+    """Let ranks have gradients of different parameters: a rank contributes zeros for the others.
+
+    Without it, ranks whose backwards yield gradients of different parameters (experts that only
+    some ranks route tokens to) get an error. With it, every backward reduces all trainable groups
+    at its end, in one order, and a parameter that got no gradient anywhere has one of zeros instead
+    of None (so weight decay and momentum act on it). Reductions then overlap with nothing, and all
+    full gradients of a backward exist at the same time.
+
+    It is about gradients alone: every rank must still gather the same groups, so modules that only
+    some ranks use must not be sharded by a ``fully_shard`` of their own.
+
+    Args:
+        module: a sharded module, or one that has sharded modules below it.
+        enabled: False turns it off again.
+
+    Raises:
+        ValueError: no module at or below ``module`` is sharded.
+    """
+    for context in _contexts(module, "zero_missing_gradients"):
+        context.zeros_missing_gradients = bool(enabled)
+
+
+def _contexts(module: nn.Module, caller: str) -> list[FsdpContext]:
+    """The contexts at and below ``module``, each once, in order.
+
+    Raises:
+        ValueError: there is none.
+    """
+    contexts = list({unit.context: None for _, unit in units_of(module)})
+    if not contexts:
+        raise ValueError(
+            f"{caller}: nothing at or below this {type(module).__name__} is sharded; call "
+            "fully_shard first"
+        )
+    return contexts
 
 
 # Checks ---------------------------------------------------------------------------------------
@@ -197,7 +230,7 @@ def _check_not_sharded(module: nn.Module, owned: Mapping[str, nn.Parameter]) -> 
 
 def _has_new_units(module: nn.Module) -> bool:
     """Whether a module below the sharded ``module`` was sharded later than it."""
-    return len({unit.context for _, unit in _units(module)}) > 1
+    return len({unit.context for _, unit in units_of(module)}) > 1
 
 
 def _default_placements(mesh: DeviceMesh) -> Placements:
@@ -313,13 +346,15 @@ def _group_placements(
 # Committing -----------------------------------------------------------------------------------
 
 
-def _commit(module: nn.Module, groups: tuple[FsdpParameterGroup, ...], mesh: DeviceMesh) -> None:
-    """Everything that changes the module; nothing here fails for what a user passed."""
+def commit(module: nn.Module, groups: tuple[FsdpParameterGroup, ...], device: torch.device) -> None:
+    """Make ``module`` an FSDP module that owns ``groups``: everything that changes it.
+
+    Nothing here fails for what a user passed.
+    """
     unit: FsdpUnit | None = module.__dict__.get(UNIT_ATTRIBUTE)
     if unit is not None:
         _extend(module, unit, groups)
         return
-    device = groups[0].device if groups else torch.device(mesh.device_type)
     context = FsdpContext(device)
     unit = FsdpUnit(groups, context)
     module.__dict__[UNIT_ATTRIBUTE] = unit
@@ -339,8 +374,9 @@ def _extend(module: nn.Module, unit: FsdpUnit, groups: tuple[FsdpParameterGroup,
     if _has_new_units(module):
         _adopt(module, FsdpContext(unit.context.device))
     else:
+        model = _model_number(module)
         for number, group in enumerate(groups, start=known):
-            _take_in(unit, group, number)
+            _take_in(unit, group, number, model)
     for group in groups:
         _install_slots(module, group)
         watch_gradients(unit, group)
@@ -358,28 +394,41 @@ def _place_shards(module: nn.Module, groups: Sequence[FsdpParameterGroup]) -> No
 def _adopt(module: nn.Module, context: FsdpContext) -> None:
     """Put ``module``'s unit and all units below it into ``context``, named from this root."""
     context.root = registry.next_root()
-    for fqn, unit in _units(module):
+    model = _model_number(module)
+    for fqn, unit in units_of(module):
         unit.fqn = fqn
         unit.context = context
         for number, group in enumerate(unit.groups):
-            _take_in(unit, group, number)
+            _take_in(unit, group, number, model)
     for child in module.modules():
         for slot in child.__dict__.get(SLOTS_ATTRIBUTE, {}).values():
             slot.group_name = slot.group.name
-    context.set_orders([unit for _, unit in _units(module)], _backward_order(module, set()))
+    context.set_orders([unit for _, unit in units_of(module)], _backward_order(module, set()))
 
 
-def _take_in(unit: FsdpUnit, group: FsdpParameterGroup, number: int) -> None:
+def _take_in(unit: FsdpUnit, group: FsdpParameterGroup, number: int, model: int) -> None:
     """Name ``group``, the unit's ``number``-th, and let it share the root's context."""
     label = unit.fqn or "root"
     group.rename(
         f"{unit.context.root}/{unit.fqn}/{number}",
         label if len(unit.groups) == 1 else f"{label}[{number}]",
+        model,
     )
     unit.context.add_group(group)
 
 
-def _units(module: nn.Module) -> Iterator[tuple[str, FsdpUnit]]:
+def _model_number(module: nn.Module) -> int:
+    """A number that no other model over these ranks has; the units below keep theirs."""
+    groups = [group for _, unit in units_of(module) for group in unit.groups]
+    named = [group.model for group in groups if group.name]
+    if named or not groups:
+        return min(named, default=0)
+    agreement = agreement_of(groups[0].mesh.get_group(groups[0].mesh.ndim - 1))
+    return 0 if agreement is None else agreement.number_model()
+
+
+def units_of(module: nn.Module) -> Iterator[tuple[str, FsdpUnit]]:
+    """The FSDP modules at and below ``module`` by name, as ``named_modules`` lists them."""
     for fqn, child in module.named_modules():
         unit = child.__dict__.get(UNIT_ATTRIBUTE)
         if unit is not None:

@@ -40,6 +40,8 @@ SLOTS_ATTRIBUTE = "_fsdp_slots"
 UNIT_ATTRIBUTE = "_fsdp_unit"
 METHODS_ATTRIBUTE = "_fsdp_methods"
 
+_COMPILE_PARAMETERS = inspect.signature(torch.compile).parameters
+
 
 class ParameterSlot:
     """Where the property for one parameter name of one module finds its parameter.
@@ -200,18 +202,30 @@ class FsdpUnit:
             group.unshard_parameters(phase)
 
 
-class _NotCopyable:
-    """A sharded module holds process groups, and its copy would share flat buffers with it."""
+class _Sharded:
+    """How modules with state of their own in flat buffers are copied and pickled."""
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
+        from .copying import copy_sharded, copy_unsharded, is_copying
+
+        module = cast(nn.Module, self)
+        if is_copying(memo):
+            return copy_unsharded(module, memo)
+        if isinstance(self, FsdpModule):
+            return copy_sharded(module, memo)
+        raise RuntimeError(
+            f"this {type(self).__name__} cannot be deep-copied alone: an FSDP module above it owns "
+            "its parameters; copy that one, or call fully_shard on this module itself"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise RuntimeError(
-            f"a sharded {type(self).__name__} cannot be deep-copied or pickled; copy or pickle the "
-            "module before fully_shard, keep copies of state_dict() (an EMA), or use "
-            "save_checkpoint"
+            f"a sharded {type(self).__name__} cannot be pickled, for it holds process groups; use "
+            "save_checkpoint, or pickle the module before fully_shard"
         )
 
 
-class FsdpModule(_NotCopyable):
+class FsdpModule(_Sharded):
     """Mixin of every module that ``fully_shard`` was called on."""
 
     _fsdp_unit: FsdpUnit
@@ -225,8 +239,21 @@ class FsdpModule(_NotCopyable):
         _check_conversion(cast(nn.Module, self), fn)
         return super()._apply(fn, recurse)  # type: ignore[misc]
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """``nn.Module.compile``, with recompilations counted for this module alone.
 
-class ManagedParameters(_NotCopyable):
+        A graph is for certain parameter groups, so blocks that are compiled one by one share code
+        and no graphs; Dynamo's limit for recompilations of one function must not count them
+        together. (torch before 2.13 cannot: raise ``torch._dynamo.config.recompile_limit`` there.)
+        """
+        module = cast(nn.Module, self)
+        original = type(module)._fsdp_original_class.compile  # type: ignore[attr-defined]
+        if original is nn.Module.compile and "isolate_recompiles" in _COMPILE_PARAMETERS:
+            kwargs.setdefault("isolate_recompiles", True)
+        super().compile(*args, **kwargs)  # type: ignore[misc]
+
+
+class ManagedParameters(_Sharded):
     """Mixin of every module that directly holds a managed parameter."""
 
     _fsdp_slots: dict[str, ParameterSlot]

@@ -19,10 +19,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
 
+from compile_fsdp.runtime.agreement import Step, WatchedWork, agreement_of
 from compile_fsdp.runtime.streams import Lane, Waitable
 
 __all__ = ["CollectiveRecord", "all_gather", "all_reduce", "recorded", "reduce_scatter"]
@@ -37,6 +39,7 @@ _reduce_scatter_single: Callable[..., Waitable | None] = (
 # torch.distributed's functions are not annotated as returning a work.
 _all_gather: Callable[..., Waitable | None] = dist.all_gather
 _reduce_scatter: Callable[..., Waitable | None] = dist.reduce_scatter
+_all_reduce: Callable[..., Waitable | None] = dist.all_reduce
 _all_to_all_single: Callable[..., Waitable | None] = dist.all_to_all_single
 
 # The number of broadcasts in flight for one gather of equal parts on gloo.
@@ -105,7 +108,6 @@ def all_gather(
     if group.size() == 1 or output.numel() == 0:
         _copy_unless_same(lane, output, input)
         return
-    _record("all_gather", output, group, label)
     parts = list(output.split(list(sizes)))
 
     on_cuda = output.device.type == "cuda"
@@ -118,7 +120,7 @@ def all_gather(
             return _all_gather(parts, input, group=group, async_op=True)
         return _broadcast_each(parts, input, group)
 
-    lane.collective(start, depends=depends)
+    lane.collective(_announced(start, "all_gather", output, group, label), depends=depends)
 
 
 def reduce_scatter(
@@ -154,9 +156,8 @@ def reduce_scatter(
     if group.size() == 1 or input.numel() == 0:
         _copy_unless_same(lane, output, input)
         return
-    _record("reduce_scatter", input, group, label)
     if output.device.type != "cuda":
-        _reduce_scatter_by_all_to_all(lane, output, input, group, sizes, average, depends)
+        _reduce_scatter_by_all_to_all(lane, output, input, group, sizes, average, depends, label)
         return
     op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
     parts = list(input.split(list(sizes)))
@@ -166,7 +167,7 @@ def reduce_scatter(
             return _reduce_scatter_single(output, input, op=op, group=group, async_op=True)
         return _reduce_scatter(output, parts, op=op, group=group, async_op=True)
 
-    lane.collective(start, depends=depends)
+    lane.collective(_announced(start, "reduce_scatter", input, group, label), depends=depends)
 
 
 def all_reduce(
@@ -184,12 +185,13 @@ def all_reduce(
     """
     if group.size() == 1 or tensor.numel() == 0:
         return
-    _record("all_reduce", tensor, group, label)
     on_cuda = tensor.device.type == "cuda"
     op = dist.ReduceOp.AVG if average and on_cuda else dist.ReduceOp.SUM
-    lane.collective(
-        lambda: dist.all_reduce(tensor, op=op, group=group, async_op=True), depends=depends
-    )
+
+    def start() -> Waitable | None:
+        return _all_reduce(tensor, op=op, group=group, async_op=True)
+
+    lane.collective(_announced(start, "all_reduce", tensor, group, label), depends=depends)
     if average and not on_cuda:
         lane.then(_without_autograd(lambda: tensor.mul_(1.0 / group.size())))
 
@@ -197,12 +199,39 @@ def all_reduce(
 class _Works:
     """Several works that are waited for together."""
 
-    def __init__(self, works: list[Waitable]) -> None:
-        self._works = works
+    def __init__(self, works: Sequence[Waitable]) -> None:
+        self.works = works
 
     def wait(self) -> None:
-        for work in self._works:
+        for work in self.works:
             work.wait()
+
+
+def _announced(
+    start: Callable[[], Waitable | None],
+    kind: str,
+    full: torch.Tensor,
+    group: dist.ProcessGroup,
+    label: str,
+) -> Callable[[], Waitable | None]:
+    """``start``, as soon as the ranks of ``group`` agree on it; on the host, what it returns also
+    notices that they do not any more."""
+
+    def agreed() -> Waitable | None:
+        _record(kind, full, group, label)
+        agreement = agreement_of(group)
+        if agreement is None:
+            return start()
+        step = Step.of(kind, label, full)
+        position = agreement.announce(step)
+        work = start()
+        if work is None or full.device.type == "cuda":
+            return work
+        works = work.works if isinstance(work, _Works) else [work]
+        watched = [WatchedWork(cast(dist.Work, each), agreement, step, position) for each in works]
+        return watched[0] if len(watched) == 1 else _Works(watched)
+
+    return agreed
 
 
 def _broadcast_each(
@@ -230,6 +259,7 @@ def _reduce_scatter_by_all_to_all(
     sizes: Sequence[int],
     average: bool,
     depends: bool,
+    label: str,
 ) -> None:
     ranks = group.size()
     received = torch.empty(ranks * output.numel(), dtype=input.dtype, device=input.device)
@@ -248,7 +278,7 @@ def _reduce_scatter_by_all_to_all(
         if average:
             output.mul_(1.0 / ranks)
 
-    lane.collective(start, depends=depends)
+    lane.collective(_announced(start, "reduce_scatter", input, group, label), depends=depends)
     lane.then(_without_autograd(add_up))
 
 
@@ -292,6 +322,6 @@ def _without_autograd(fn: Callable[[], object]) -> Callable[[], None]:
 def _record(kind: str, full: torch.Tensor, group: dist.ProcessGroup, label: str) -> None:
     if _open_recordings:
         ranks = tuple(dist.get_process_group_ranks(group))
-        record = CollectiveRecord(kind, full.numel() * full.element_size(), ranks, label)
+        record = CollectiveRecord(kind, full.numel() * full.element_size(), ranks, str(label))
         for records in _open_recordings:
             records.append(record)

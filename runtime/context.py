@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .agreement import Step, agreement_of
 from .dbuffer import DBuffer
 from .merging import gather_together
 from .streams import Event, Lane, make_lane
@@ -50,6 +51,8 @@ class GroupContext:
         is_last_microbatch: whether a backward that runs now ends an optimizer step.
         is_driven: whether somebody calls `wait_for_reductions` when a backward ends. A group used
             by itself has no such driver, and its reductions are waited for at once.
+        zeros_missing_gradients: every backward reduces every trainable group, at its end and in one
+            order, with zeros for gradients that this rank does not have.
         eager_depth: how many hooked forwards of this root are on the Python stack.
     """
 
@@ -58,9 +61,11 @@ class GroupContext:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.is_last_microbatch = True
+        self.zeros_missing_gradients = False
         self.eager_depth = 0
         self._groups: list[weakref.ref[FsdpParameterGroup]] = []
         self._reduced: dict[FsdpParameterGroup, None] = {}
+        self._withheld = False
         self._in_flight: deque[tuple[Event, DBuffer]] = deque()
         self._finish: weakref.ref[Callable[[], None]] | None = None
 
@@ -89,8 +94,12 @@ class GroupContext:
         released: between the graphs of a forward nobody holds anything but eager hooks.
         """
         self.lanes.gather.wait_current()
-        if not in_backward():
-            if self.eager_depth == 0 and any(group.is_held for group in self.groups()):
+        if in_backward():
+            self.finish_at_end_of_backward()
+        else:
+            interrupted = self._finish is not None and self._finish() is None
+            held = self.eager_depth == 0 and any(group.is_held for group in self.groups())
+            if interrupted or held:
                 self.drop_leftovers()
             for group in self.groups():
                 group.release_unused_gradient_storage()
@@ -101,6 +110,10 @@ class GroupContext:
         """Start gathering several groups by one collective; nobody holds them yet."""
         gather_together(self.lanes.gather, [(group.label, group.unsharding) for group in groups])
 
+    def prefetch_beyond_graph(self, group: FsdpParameterGroup) -> None:
+        """A graph has started the gather of ``group``: start what another graph, or the eager
+        driver, will need after it. Without modules, nobody knows."""
+
     def drop_leftovers(self) -> None:
         """Release every group that an interrupted forward or backward left unsharded, and forget
         the gradients of such a backward that were not reduced yet."""
@@ -108,6 +121,7 @@ class GroupContext:
             group.reshard_parameters()
             group.forget_unreduced_gradients()
         self._reduced.clear()
+        self._withheld = False
         self._in_flight.clear()
         self._finish = None
 
@@ -131,10 +145,13 @@ class GroupContext:
         if not self.is_driven:
             self.wait_for_reductions()
 
+    def note_withheld(self) -> None:
+        """A group keeps gradients back until the end of this backward."""
+        self._withheld = True
+
     def finish_at_end_of_backward(self) -> None:
         """Have `end_of_backward` called once when the running backward is over.
 
-        Graphs that carry their own reduce_outer and wait_reductions nodes do not need it.
         Outside a backward there is no end to wait for, and reductions finish at once. A backward
         nested in another (reentrant activation checkpointing) is not an end.
         """
@@ -159,6 +176,11 @@ class GroupContext:
     def end_of_backward(self) -> None:
         """Finish gradients: outer reductions on the last microbatch, then wait for all of them.
         Users' hooks come last."""
+        if self._withheld:
+            self._withheld = False
+            for group in self.groups():
+                group.reduce_withheld_gradients()
+        self._agree_on_end()
         reduced = list(self._reduced)
         for group in reduced:
             if self.is_last_microbatch:
@@ -168,6 +190,15 @@ class GroupContext:
         self.wait_for_reductions()
         for group in reduced:
             group.call_gradient_hooks()
+
+    def _agree_on_end(self) -> None:
+        """A rank that has no more gradients to reduce says so: others may have some."""
+        for group in {id(group.mesh): group for group in self._reduced}.values():
+            step = Step.end_of_backward(f"model {group.model}")
+            for axis in range(group.mesh.ndim):
+                agreement = agreement_of(group.mesh.get_group(axis))
+                if agreement is not None:
+                    agreement.announce(step)
 
     def wait_for_reductions(self) -> None:
         """Compute issued after this sees finished gradients."""

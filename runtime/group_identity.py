@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import cast
 
 import torch
 from torch import nn
 
+from .agreement import Label, listed_gradients
 from .parameter import FsdpParameter
 from .registry import RegisteredGroup, registry
 
@@ -21,6 +23,7 @@ class GroupIdentity:
     Attributes:
         name: the registry name, equal on every rank and in every run; "" until `rename`.
         label: a short name for people.
+        model: a number that tells equal labels apart, the same on every rank of the mesh.
         parameters: the parameters in tensor order.
     """
 
@@ -29,7 +32,9 @@ class GroupIdentity:
     def __init__(self, owning_module: nn.Module) -> None:
         self._owning_module = weakref.ref(owning_module)
         self.name = ""
-        self.label = ""
+        self.label: str = ""
+        self.model = 0
+        self._gradient_labels: dict[tuple[int, ...], Label] = {}
 
     @property
     def owning_module(self) -> nn.Module:
@@ -60,10 +65,24 @@ class GroupIdentity:
         """One name for each tensor."""
         return [parameter.fqns[0] for parameter in self.parameters]
 
-    def rename(self, name: str, label: str) -> None:
-        """Give the group its registry name and its label for people."""
+    def rename(self, name: str, label: str, model: int = 0) -> None:
+        """Give the group its registry name, its label for people and its model's number."""
         if self.name:
             registry.unregister(self.name)
         self.name = name
-        self.label = label
+        self.model = model
+        self.label = Label(label, self._subject(label))
+        self._gradient_labels.clear()
         registry.register(name, cast(RegisteredGroup, self))
+
+    def _subject(self, label: str) -> str:
+        return f"{label!r}" if self.model == 0 else f"{label!r} in model {self.model}"
+
+    def gradient_label(self, indices: Sequence[int]) -> str:
+        """The label of a reduction of these gradients: ranks must agree on which they are."""
+        key = tuple(indices)
+        if key not in self._gradient_labels:
+            names = listed_gradients(self.fqns, key)
+            subject = f"gradients of {self._subject(self.label)}: {names}"
+            self._gradient_labels[key] = Label(self.label, subject)
+        return self._gradient_labels[key]

@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from .registry import registry
+from .torch_internals import in_backward
 
 if TYPE_CHECKING:
     from .parameter_group import FsdpParameterGroup
@@ -206,6 +207,7 @@ def _unshard(shard: torch.Tensor, group: str, after: Sequence[torch.Tensor]) -> 
     if not after:
         live.context.begin_graph()
     live.acquire()
+    live.context.prefetch_beyond_graph(live)
     return live.full_local_tensor
 
 
@@ -254,6 +256,8 @@ def _reduce_inner(
 ) -> torch.Tensor:
     live = _group(group)
     if live.gradients_wanted():
+        if in_backward():
+            live.context.finish_at_end_of_backward()
         live.reduce_gradients(dict(zip(indices, gradients, strict=True)))
     return new_token(live.device)
 
@@ -271,7 +275,10 @@ def _reduce_inner_fake(
 @_implements("reduce_outer")
 def _reduce_outer(token: torch.Tensor, group: str, after: Sequence[torch.Tensor]) -> torch.Tensor:
     live = _group(group)
-    if live.context.is_last_microbatch and live.gradients_wanted():
+    context = live.context
+    # Withheld gradients are reduced, and finished, when the backward ends.
+    finishes = context.is_last_microbatch and not context.zeros_missing_gradients
+    if finishes and live.gradients_wanted():
         live.reduce_outer_gradients()
     return new_token(live.device)
 
@@ -285,9 +292,14 @@ def _reduce_outer_fake(
 
 @_implements("wait_reductions")
 def _wait_reductions(tokens: Sequence[torch.Tensor], groups: Sequence[str]) -> None:
-    for name in groups:
-        live = _group(name)
-        live.context.wait_for_reductions()
+    lives = [_group(name) for name in groups]
+    for context in dict.fromkeys(live.context for live in lives):
+        if in_backward():
+            context.wait_for_reductions()
+        else:
+            # Gradients that a forward graph computes: this is their end.
+            context.end_of_backward()
+    for live in lives:
         if live.is_kept:  # the backward that it was kept for did without it
             live.reshard_parameters()
 

@@ -117,6 +117,7 @@ class FsdpParameterGroup(GroupIdentity):
         self.grad_scale = grad_scale
         self.dtype = first.dtype
         self.grad_comm_dtype = precision.grad_comm_dtype
+        self._withheld: DBuffer | None = None
         self.context = GroupContext(self.device)
         # Set by fully_shard_optimizer: a step refreshes the model weight. Otherwise every backward
         # may be followed by a step that nobody tells us of.
@@ -125,15 +126,23 @@ class FsdpParameterGroup(GroupIdentity):
         model_weight_placements, main_grad_placements, main_weight_placements = legal_placements(
             mesh, model_weight_placements, main_grad_placements, main_weight_placements
         )
+        self._made_with = (
+            model_weight_placements,
+            main_grad_placements,
+            main_weight_placements,
+            mixed_precision_policy,
+        )
+        self._shard_layout = shard_layout
         # The layout serves frozen weights too: they may become trainable.
         self._when_trainable = (main_grad_placements, main_weight_placements, precision)
         placements = (*model_weight_placements, *main_grad_placements, *main_weight_placements)
+        self._owners = owners_of(originals, placements, parameter_to_owner, mesh)
         self.layout = make_layout(
             [tuple(original.shape) for original in originals],
             shard_count(mesh, main_weight_placements),
             shard=strictest_shard(placements),
             shard_layout=shard_layout,
-            owners=owners_of(originals, placements, parameter_to_owner, mesh),
+            owners=self._owners,
             alignment=max(1, ALIGNMENT_BYTES // precision.smallest_itemsize(self.dtype)),
         )
         # Nothing updates a frozen weight: its main weight is its model weight.
@@ -155,6 +164,36 @@ class FsdpParameterGroup(GroupIdentity):
         self._gradient = self._create_gradient() if self.requires_grad else None
 
     # Construction ------------------------------------------------------------------------------
+
+    def sharded_alike(
+        self, owning_module: nn.Module, fqn_to_parameter: Mapping[str, nn.Parameter]
+    ) -> FsdpParameterGroup:
+        """A group of its own with this one's settings, flags and weights.
+
+        Args:
+            owning_module: what the new group belongs to.
+            fqn_to_parameter: this group's names, in its order, to parameters of the same shapes.
+        """
+        owners = self._owners and dict(
+            zip(unique_parameters(fqn_to_parameter), self._owners, strict=True)
+        )
+        alike = FsdpParameterGroup(
+            owning_module,
+            fqn_to_parameter,
+            self.mesh,
+            *self._made_with,
+            self.grad_scale,
+            parameter_to_owner=owners or None,
+            shard_layout=self._shard_layout,
+        )
+        with torch.inference_mode(False), torch.no_grad():
+            alike.main_weight.local.copy_(self.main_weight.local)
+            alike.model_weight.local.copy_(self.model_weight.local)
+        for mine, other in zip(self.parameters, alike.parameters, strict=True):
+            other.sharded.requires_grad_(mine.sharded.requires_grad)
+        # An average of the weights is no optimizer, and writes in ways that leave no trace.
+        alike._unsharding.always_refreshes = alike.main_weight is not alike.model_weight
+        return alike
 
     def _create_gradient(self) -> MainGradient:
         grad_placements, main_placements, precision = self._when_trainable
@@ -458,7 +497,32 @@ class FsdpParameterGroup(GroupIdentity):
             if gradients:
                 partial = self.allocate_partial_grad_buffer()
                 pack_gradients(partial, gradients, self.fqns)
-                self.reduce_inner_gradients(partial, tuple(gradients))
+                if self.context.zeros_missing_gradients:
+                    self._withhold(partial)
+                else:
+                    self.reduce_inner_gradients(partial, tuple(gradients))
+
+    def _withhold(self, partial: DBuffer) -> None:
+        """Keep packed gradients until the end of the backward."""
+        if self._withheld is None:
+            self._withheld = partial
+        else:
+            self._withheld.local.add_(partial.local)
+        self.context.note_withheld()
+
+    def reduce_withheld_gradients(self) -> None:
+        """Reduce what this backward kept back, or zeros where it had nothing; of every parameter.
+
+        See `GroupContext.zeros_missing_gradients`. Nothing happens for a frozen group.
+        """
+        if self._gradient is None:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            partial, self._withheld = self._withheld, None
+            if partial is None:
+                partial = self.allocate_partial_grad_buffer()
+                partial.local.zero_()
+            self.reduce_inner_gradients(partial)
 
     @profiled("reduce_inner")
     def reduce_inner_gradients(
@@ -480,7 +544,9 @@ class FsdpParameterGroup(GroupIdentity):
         check_partial(partial, self)
         lane = self.context.lanes.reduce_inner
         indices = range(len(self.parameters)) if indices is None else indices
-        self._gradient.accumulate(partial, indices, self.grad_scale, lane, label=self.label)
+        self._gradient.accumulate(
+            partial, indices, self.grad_scale, lane, label=self.gradient_label(indices)
+        )
         if not self.syncs_with_optimizer:
             self._unsharding.maybe_stepped = True
         self.context.note_reduction(self, partial, lane.record_event())
@@ -513,6 +579,7 @@ class FsdpParameterGroup(GroupIdentity):
         for parameter in self.parameters:
             parameter.unsharded.grad = None
         self.flat_leaf.grad = None
+        self._withheld = None
 
     def expect_step(self) -> None:
         """An optimizer that tells us nothing may have stepped: it writes every parameter that has

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch._ops import OpOverload as OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement
@@ -57,6 +59,20 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     The engine's callback queue has no public name, although DDP and FSDP2 both depend on it.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def process_group_timeout(group: dist.ProcessGroup) -> timedelta:
+    """How long the collectives of ``group`` may take, as ``init_process_group`` was told.
+
+    There is a public way to set it and none to read it; a group's backend keeps its options.
+    """
+    timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
+    return timeout
+
+
+def is_fake_group(group: dist.ProcessGroup) -> bool:
+    """Whether ``group`` communicates with nobody: torch's fake backend, for planning."""
+    return dist.get_backend(group) == "fake"
 
 
 def dtensor_spec(

@@ -39,6 +39,7 @@ class Unsharding:
             backward may take them over: whatever else comes first may have changed the weights,
             and gathers anew or releases them.
         maybe_stepped: the main weight may have been written by a step that nobody announced.
+        always_refreshes: so it may before every forward (an average that is updated by hand).
     """
 
     def __init__(self, weights: GroupWeights) -> None:
@@ -47,6 +48,7 @@ class Unsharding:
         self.is_unsharded = not weights.gathers
         self.kept = False
         self.maybe_stepped = True
+        self.always_refreshes = False
         self._full_outdated = False
         self._ready: Event | None = None
         self._ready_for: dict[Phase, Event] = {}
@@ -63,7 +65,8 @@ class Unsharding:
 
     def _refresh(self, lane: Lane, label: str) -> bool:
         """Bring the model weight up to date; True if ``lane`` is still writing it."""
-        if self.maybe_stepped:
+        idle = self.holders == 0 and not (self.weights.gathers and self.is_unsharded)
+        if self.maybe_stepped or (self.always_refreshes and idle and not in_backward()):
             if self.kept:
                 self.release(lane)
             self.sync()

@@ -118,12 +118,3 @@ def test_a_fully_frozen_model_has_no_gradient_and_stays_sharded() -> None:
     (gradient,) = torch.autograd.grad(expected(x).sum(), x)
     torch.testing.assert_close(x.grad, gradient)
     assert not any(group.is_unsharded for group in model.fsdp_parameter_groups)
-
-
-@distributed(2)
-def test_a_sharded_module_is_not_copied_by_accident() -> None:
-    model = nn.Sequential(nn.Linear(4, 4))
-    fully_shard(model, cpu_mesh())
-    for module in (model, model[0]):
-        with pytest.raises(RuntimeError, match=r"cannot be deep-copied or pickled.*state_dict"):
-            copy.deepcopy(module)

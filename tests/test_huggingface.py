@@ -52,8 +52,49 @@ def gpt2() -> nn.Module:
     )
 
 
-def blocks_of(model: nn.Module) -> nn.ModuleList:
-    return model.model.layers if hasattr(model, "model") else model.transformer.h
+def t5() -> nn.Module:
+    """Two stacks of blocks, one embedding tied three times, biases that block 0 lends to others."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    return T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=VOCABULARY,
+            d_model=16,
+            d_kv=4,
+            d_ff=32,
+            num_layers=2,
+            num_decoder_layers=1,
+            num_heads=4,
+            dropout_rate=0.0,
+            use_cache=False,
+            decoder_start_token_id=0,
+        )
+    )
+
+
+def mixtral() -> nn.Module:
+    """A router decides which experts see a token; each rank has other tokens."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            use_cache=False,
+        )
+    )
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    if hasattr(model, "decoder"):
+        return [*model.encoder.block, *model.decoder.block]
+    return list(model.model.layers if hasattr(model, "model") else model.transformer.h)
 
 
 def with_labels(model: Callable[..., Any]) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -68,6 +109,10 @@ def with_labels(model: Callable[..., Any]) -> Callable[[torch.Tensor], torch.Ten
         (gpt2, "eager"),
         (gpt2, "aot_eager"),
         (gpt2, "inductor"),
+        (t5, "eager"),
+        (t5, "aot_eager"),
+        (mixtral, "eager"),
+        (mixtral, "aot_eager"),
     ],
 )
 @distributed(2)
