@@ -17,10 +17,12 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from compile_fsdp.passes import pipeline
+from compile_fsdp.passes.costs import cost_model
 from compile_fsdp.passes.facts import GraphKind
 from compile_fsdp.passes.pipeline import PassOptions
 from compile_fsdp.passes.schedule import Policy
 from compile_fsdp.passes.steps import GroupStep, Schedule, WaitReductions
+from compile_fsdp.runtime.group_info import GroupInfo
 from compile_fsdp.runtime.ops import recorded_steps
 from tests.passes_support import (
     VOCABULARY,
@@ -423,21 +425,42 @@ def test_a_warm_cache_hits_and_a_changed_layout_misses(
 def test_the_cache_key_covers_policy_and_groups(square: StubGroup) -> None:
     info = square.info
 
-    def key(policy: Policy | None = None, **changes: Any) -> str:
-        groups = {info.name: replace(info, **changes)}
-        return PassOptions(groups, policy or Policy()).cache_key
+    other = replace(info, name="0/b/0")
+
+    def key(
+        policy: Policy | None = None,
+        *,
+        whole: bool = False,
+        other: GroupInfo = other,
+        **changes: Any,
+    ) -> str:
+        groups = {info.name: replace(info, **changes), other.name: other}
+        return PassOptions(groups, policy or Policy(), whole_model=whole).cache_key
 
     keys = [
         key(),
+        key(whole=True),
         key(Policy(prefetch=2)),
+        key(Policy(memory_budget="unlimited")),
+        key(Policy(memory_budget=1 << 30)),
+        key(Policy(memory_budget=1 << 30, activation_bytes=1)),
+        key(Policy(reshard_after_forward=True)),
+        key(Policy(reshard_after_forward=(("a", True),))),
+        key(Policy(merge_below=None)),
+        key(Policy(equal_shapes=True)),
+        key(Policy(costs=cost_model("h100"))),
+        key(Policy(costs=replace(cost_model("h100"), tokens=1))),
         key(offsets=(4, 0)),
         key(mesh_shape=(1, 2)),
         key(dtype=torch.bfloat16),
         key(grad_comm_dtype=torch.bfloat16),
         key(gathers=False),
+        key(other=replace(other, ranks=(0, 2))),
     ]
     assert len(set(keys)) == len(keys)
     assert key() == keys[0]
+    shared = {"ranks": (1, 3), "other": replace(other, ranks=(1, 3))}
+    assert key(**shared) == keys[0], "which ranks they are differs between ranks that share a cache"
 
 
 def test_a_gradient_that_a_graph_pass_drops_is_missed(square: StubGroup) -> None:
