@@ -80,6 +80,11 @@ def version_of(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` has a shape and no values: the class has no public name."""
+    return isinstance(tensor, torch._subclasses.FakeTensor)
+
+
 def compilation_in_progress() -> tuple[str, str | None]:
     """Dynamo's name for the compilation that runs now ("0/1"), and which guard of the code that
     was compiled before failed (None when there was none).

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .torch_internals import is_fake
+
 _OWN_TABLES = ("_parameters", "_modules", "_buffers")
 
 
@@ -48,10 +50,14 @@ def _attributes(module: nn.Module) -> Any:
 
 
 def _buffer_values(model: nn.Module) -> Any:
-    values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    # Fake tensors, of a model that is only planned, have no values.
+    values = [
+        (buffer, buffer.detach().clone()) for buffer in model.buffers() if not is_fake(buffer)
+    ]
 
     def put_back() -> None:
         for buffer, value in values:
+            # A write would be seen by a backward that is still to come.
             if not torch.equal(buffer, value):
                 buffer.copy_(value)
 
