@@ -33,7 +33,7 @@ WIDTH = 4
 VOCABULARY = 8
 
 
-@dataclass
+@dataclass(eq=False)
 class StubContext:
     """The part of a model's context that the ops talk to."""
 
@@ -42,6 +42,8 @@ class StubContext:
     def begin_graph(self) -> None: ...
 
     def gather_together(self, groups: Sequence[StubGroup]) -> None: ...
+
+    def prefetch_beyond_graph(self, group: StubGroup) -> None: ...
 
     def finish_at_end_of_backward(self) -> None: ...
 
