@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from . import collectives
+from .agreement import Label
 from .streams import Lane
 from .unsharding import Unsharding
 
@@ -55,7 +56,9 @@ def _gather_staged(lane: Lane, groups: Sequence[tuple[str, Unsharding]]) -> None
             each.full.reallocate_storage()
         sent = torch.cat([each.model.local for each in weights])
         staged = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
-    label = "+".join(label for label, _ in groups)
+    labels = [label for label, _ in groups]
+    subjects = [getattr(label, "subject", label) for label in labels]
+    label = Label("+".join(labels), " and ".join(subjects))
     collectives.all_gather(lane, staged, sent, first.mesh.get_group(axis), sizes, label=label)
     parts = [
         each.full.local[slice(*cut[rank])]
