@@ -1,0 +1,161 @@
+"""GroupUnsharding: the half of a parameter group that gathers, holds and releases its weights."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from .context import GroupContext
+from .dbuffer import DBuffer
+from .group_identity import GroupIdentity
+from .profiling import profiled
+from .unsharding import Phase, Unsharding
+from .weights import GroupWeights
+
+
+class GroupUnsharding(GroupIdentity):
+    """The part of `FsdpParameterGroup` that deals with weights; it knows no gradient.
+
+    Attributes:
+        context: what the group shares with the others of its root, its lanes among it.
+    """
+
+    context: GroupContext
+    _weights: GroupWeights
+    _unsharding: Unsharding
+
+    # Buffers -----------------------------------------------------------------------------------
+
+    @property
+    def main_weight(self) -> DBuffer:
+        """What the optimizer updates. It *is* ``model_weight`` when dtype and placements agree."""
+        return self._weights.main
+
+    @property
+    def model_weight(self) -> DBuffer:
+        """The compute copy, at the parameter placements."""
+        return self._weights.model
+
+    @property
+    def post_optimizer_model_weight(self) -> DBuffer:
+        """The view of ``model_weight`` at the optimizer's placements: what a step writes."""
+        return self._weights.post_optimizer
+
+    @property
+    def full_local_tensor(self) -> torch.Tensor:
+        """The gathered flat buffer, 1-D, ``info.full_numel`` elements of the compute dtype."""
+        return self._weights.full.local
+
+    # Main weight -> model weight ---------------------------------------------------------------
+
+    def sync_model_weight_from_main_weight(self) -> None:
+        """Write what an optimizer step changed into the model weight.
+
+        Only the optimizer's view of the model weight is written. Where the model weight is wider
+        (ZeRO-1, ZeRO-2, HFSDP) it is stale until the next unshard redistributes it. Full parameters
+        that a forward kept are older than the step, and released.
+        """
+        if self.is_kept:
+            self.release_unsharded_storage()
+        self._unsharding.sync()
+
+    # Unshard and reshard -----------------------------------------------------------------------
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether the full parameters have storage (a gather may still be in flight)."""
+        return self._unsharding.is_unsharded
+
+    @profiled("unshard")
+    def unshard_parameters(self, phase: Phase | None = None) -> None:
+        """Start gathering the full parameters on the gather lane; idempotent while unsharded.
+
+        Refreshes a stale model weight first. Returns at once: `wait_for_unshard` orders compute
+        behind the gather. ``phase`` names what the ready event is recorded for.
+        """
+        self._unsharding.unshard(self.context.lanes.gather, phase, label=self.label)
+
+    @property
+    def unsharding(self) -> Unsharding:
+        """The state of the full parameters, for gathering several groups together."""
+        return self._unsharding
+
+    @profiled("wait")
+    def wait_for_unshard(self, phase: Phase | None = None) -> None:
+        """Compute issued after this may read the full parameters.
+
+        Raises:
+            RuntimeError: nothing was unsharded.
+        """
+        if not self.is_unsharded:
+            raise RuntimeError(
+                f"parameter group {self.label or self.name!r}: wait_for_unshard was called while "
+                "the parameters are sharded; call unshard_parameters first"
+            )
+        self._unsharding.wait(phase)
+
+    @profiled("reshard")
+    def reshard_parameters(self) -> None:
+        """Return to shards: the full parameters lose their storage, whoever holds them."""
+        self._unsharding.holders = 0
+        if self.is_unsharded:
+            self.release_unsharded_storage()
+
+    def release_unsharded_storage(self, *, rowwise_only: bool = False) -> None:
+        """Resize the gathered buffer to zero, ordered after the compute issued so far.
+
+        Views that autograd saved stay valid objects; they come back to life with the next
+        unshard. ``rowwise_only`` is for quantised groups, which have planes to tell apart; here
+        there is one plane, and it keeps its storage.
+        """
+        if not rowwise_only:
+            self._unsharding.release(self.context.lanes.gather)
+
+    def acquire(self, phase: Phase | None = None) -> None:
+        """Unshard, and hold: storage stays until as many `drop` calls."""
+        self.unshard_parameters(phase)
+        self._unsharding.hold()
+
+    def drop(self) -> None:
+        """Give one hold back; the last one releases the storage.
+
+        Raises:
+            RuntimeError: nobody holds the group.
+        """
+        if self._unsharding.drop(self.label or self.name):
+            self.reshard_parameters()
+
+    def keep(self) -> None:
+        """Give one hold back, but leave the full parameters to the backward of this forward.
+
+        An `acquire` inside a backward takes them over without a gather. A new forward, a step or
+        `reshard_parameters` ends it. Where others hold the group too, they decide.
+
+        Raises:
+            RuntimeError: nobody holds the group.
+        """
+        if self._unsharding.drop(self.label or self.name):
+            self._unsharding.kept = self.gathers
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether a forward left the full parameters to its backward; nobody holds them."""
+        return self._unsharding.kept
+
+    @property
+    def gathers(self) -> bool:
+        """Whether unsharding moves anything; False for replicated weights and a world of one."""
+        return self._weights.gathers
+
+    @property
+    def is_held(self) -> bool:
+        """Whether somebody holds the group unsharded (a prefetch alone does not)."""
+        return self._unsharding.holders > 0
+
+    def shard_for_saving(self, index: int) -> DTensor:
+        """This rank's shard of main weight ``index``, aliasing it.
+
+        By a storage of its own: what copies whole storages, as ``torch.distributed.checkpoint``
+        does before it saves in the background, then copies these rows and not the flat buffer.
+        """
+        return self.main_weight.get_dtensor(index, own_storage=True)
