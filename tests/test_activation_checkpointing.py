@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from compile_fsdp.runtime import collectives
 from tests.distributed import distributed
@@ -25,23 +27,33 @@ from tests.training import (
 class Checkpointed(LanguageModel):
     """Every block is recomputed in backward."""
 
-    reentrant = False
+    options: dict[str, Any] = {"use_reentrant": False}
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
+            x = checkpoint(block, x, **self.options)
         return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
 class Reentrant(Checkpointed):
-    reentrant = True
+    options = {"use_reentrant": True}
 
 
-@pytest.mark.parametrize(
-    ("make", "driver"),
-    [(Checkpointed, "eager"), (Reentrant, "eager"), (Checkpointed, "aot_eager")],
-)
+class Selective(Checkpointed):
+    """Everything but the results of matmuls is recomputed."""
+
+    options = {
+        "use_reentrant": False,
+        "context_fn": functools.partial(
+            create_selective_checkpoint_contexts,
+            [torch.ops.aten.mm.default, torch.ops.aten.addmm.default],
+        ),
+    }
+
+
+@pytest.mark.parametrize("driver", ["eager", "aot_eager"])
+@pytest.mark.parametrize("make", [Checkpointed, Reentrant, Selective])
 @distributed(2)
 def test_recomputation_gives_the_same_gradients(make: type[LanguageModel], driver: str) -> None:
     model = make()
@@ -52,14 +64,12 @@ def test_recomputation_gives_the_same_gradients(make: type[LanguageModel], drive
     assert not any(group.is_unsharded for group in sharded._fsdp_unit.context.groups())
 
 
-@pytest.mark.parametrize("make", [Checkpointed, Reentrant])
 @pytest.mark.parametrize("driver", ["eager", "aot_eager"])
+@pytest.mark.parametrize("make", [Checkpointed, Reentrant, Selective])
 @distributed(2)
 def test_recomputation_costs_no_gather_of_its_own(make: type[LanguageModel], driver: str) -> None:
     """One gather in forward; recomputation and backward share the second one. A compiled model
     keeps its last block."""
-    if (make, driver) == (Reentrant, "aot_eager"):
-        return  # Dynamo does not trace reentrant checkpointing
     sharded = shard_blocks(make())
     call = drive(sharded, driver)
     batch = local_batch(language_batches(1, 2)[0])
