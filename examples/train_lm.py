@@ -205,7 +205,7 @@ def train_step(run: Run) -> Tensor:
             loss = run.compute(tokens.to(device), targets.to(device)) / options.accumulate
             loss.backward()
         total += loss.detach()
-    nn.utils.clip_grad_norm_(run.model.parameters(), options.clip)
+    nn.utils.clip_grad_norm_(run.model.parameters(), options.clip, foreach=True)
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate(options, run.step)
     run.optimizer.step()
