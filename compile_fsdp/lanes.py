@@ -28,7 +28,7 @@ Groups = Mapping[str, ParameterGroup]
 
 def time_unit(schedule: Schedule) -> str:
     """``"us"`` or ``"node"``, see above."""
-    return "us" if schedule.timeline.total > 0 else "node"
+    return "us" if schedule.facts.nodes and schedule.timeline.total > 0 else "node"
 
 
 def bytes_of(step: Step, groups: Groups) -> int:
