@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ from tests.training import (
 class Checkpointed(LanguageModel):
     """Every block is recomputed in backward."""
 
-    options: dict[str, Any] = {"use_reentrant": False}
+    options: ClassVar[dict[str, Any]] = {"use_reentrant": False}
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
@@ -37,13 +37,13 @@ class Checkpointed(LanguageModel):
 
 
 class Reentrant(Checkpointed):
-    options = {"use_reentrant": True}
+    options: ClassVar[dict[str, Any]] = {"use_reentrant": True}
 
 
 class Selective(Checkpointed):
     """Everything but the results of matmuls is recomputed."""
 
-    options = {
+    options: ClassVar[dict[str, Any]] = {
         "use_reentrant": False,
         "context_fn": functools.partial(
             create_selective_checkpoint_contexts,
