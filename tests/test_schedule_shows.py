@@ -142,7 +142,9 @@ def test_merged_small_groups() -> None:
     small = [replace(each, mergeable="float32 0") for each in (A, B, group("c"))]
     text = "x input\nmm_a reads a.0\nmm_b reads b.0\nmm_c reads c.0"
     merged = schedule(GraphKind.FORWARD, text, *small, merge_below=9 * KIB)
-    assert_expected_inline(str(merged), """\
+    assert_expected_inline(
+        str(merged),
+        """\
 forward: 2 unshard (12.0 KiB)
 #  step             group  where           bytes  names  behind
 0  gather_together  a+b    at the start  8.0 KiB
@@ -154,7 +156,8 @@ forward: 2 unshard (12.0 KiB)
 6  wait             b      before mm_b            5
 7  release          b      after mm_b
 8  wait             c      before mm_c            7
-9  release          c      after mm_c""")
+9  release          c      after mm_c""",
+    )
 
 
 def test_a_graph_break_in_the_middle() -> None:
