@@ -15,11 +15,12 @@ PROCESSES ?= 2
 DEMO_ARGS ?= --out runs/demo --fresh
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test random lint typecheck clean
+.PHONY: help demo test test-slow random lint typecheck clean
 
 help:
 	@echo "make demo       train a small language model, sharded over $(PROCESSES) processes"
 	@echo "make test       run the tests (PYTEST_ARGS=... narrows them)"
+	@echo "make test-slow  run the slow tests, which make test leaves out"
 	@echo "make random     train random configurations and compare with one process (CASES=500 SEED=1)"
 	@echo "make lint       ruff: style and imports"
 	@echo "make typecheck  mypy --strict"
@@ -30,8 +31,12 @@ demo: $(STAMP)
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=$(PROCESSES) \
 		examples/train_lm.py $(DEMO_ARGS)
 
+# Another -m in PYTEST_ARGS takes the place of this one.
 test: $(STAMP)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
 CASES ?= 200
 SEED ?= 0

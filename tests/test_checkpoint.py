@@ -68,6 +68,7 @@ def keys_of(folder: Path) -> set[str]:
 # Other worlds -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.compat
 def test_any_number_of_ranks_loads_what_any_other_saved(tmp_path: Path) -> None:
     folders = [tmp_path / str(ranks) for ranks in (1, 2, 3, 4)]
@@ -78,6 +79,7 @@ def test_any_number_of_ranks_loads_what_any_other_saved(tmp_path: Path) -> None:
                 assert_equal(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.compat
 @pytest.mark.parametrize("mode", ["ddp", "zero1", "zero2", "hsdp", "hfsdp"])
 def test_any_placements_load_what_others_saved(mode: str, tmp_path: Path) -> None:

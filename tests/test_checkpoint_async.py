@@ -313,6 +313,7 @@ def test_a_process_group_that_goes_is_an_error_and_no_hang(tmp_path: Path) -> No
 # Death ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_first", [False, True], ids=["replacing", "first"])
 def test_a_background_save_killed_at_any_moment(is_first: bool, tmp_path: Path) -> None:
     code = (

@@ -91,6 +91,7 @@ def test_gathers_are_counted_exactly() -> None:
     ]
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_inductor_keeps_the_order_of_what_was_gathered_together() -> None:
     torch.manual_seed(0)

@@ -44,6 +44,7 @@ def test_compiled_training_equals_one_process(number: int) -> None:
 # Whether it would be noticed ------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", BROKEN)
 def test_a_fault_of_the_library_is_noticed(how: str) -> None:
     for configuration in eager_cases():
@@ -78,6 +79,7 @@ def run_snippet(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_printed_script_runs(tmp_path: Path) -> None:
     assert eval(repr(TWO_RANKS)) == TWO_RANKS
     result = run_snippet(snippet(TWO_RANKS), tmp_path)
@@ -85,6 +87,7 @@ def test_the_printed_script_runs(tmp_path: Path) -> None:
     assert result.stdout.count("as in one process") == 2
 
 
+@pytest.mark.slow
 def test_the_printed_script_fails_where_the_library_does(tmp_path: Path) -> None:
     text = snippet(TWO_RANKS).replace(
         "    run_alone(",
