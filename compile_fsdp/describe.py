@@ -9,12 +9,13 @@ import torch
 from compile_fsdp.passes.facts import GraphFacts, GraphKind
 from compile_fsdp.passes.steps import (
     GatherTogether,
-    GroupStep,
     ReduceInner,
     ReduceOuter,
+    ReduceTogether,
     Schedule,
     Step,
     Unshard,
+    WaitReductions,
 )
 
 from .compilation import Compilation, RewrittenGraph
@@ -172,7 +173,7 @@ def _steps(schedule: Schedule, groups: Groups) -> Iterator[PlannedStep]:
         yield PlannedStep(
             number=number,
             op=step.op,
-            group=label_of(step, groups) if isinstance(step, GatherTogether | GroupStep) else "",
+            group="" if isinstance(step, WaitReductions) else label_of(step, groups),
             fqns=fqns_of(step, groups),
             bytes=bytes_of(step, groups),
             axis=_axis(step, groups),
@@ -191,8 +192,8 @@ def _steps(schedule: Schedule, groups: Groups) -> Iterator[PlannedStep]:
 def _axis(step: Step, groups: Groups) -> str:
     if isinstance(step, Unshard | GatherTogether):
         return groups[step.names[0]].gather_axis
-    if isinstance(step, ReduceInner):
-        return groups[step.group].inner_axis
+    if isinstance(step, ReduceInner | ReduceTogether):
+        return groups[step.names[0]].inner_axis
     if isinstance(step, ReduceOuter):
         return groups[step.group].outer_axis
     return ""
@@ -202,7 +203,7 @@ def _overlaps(schedule: Schedule, number: int, groups: Groups) -> tuple[str, ...
     """Labels of the groups that are read while a collective may be in flight: a gather until its
     wait, a reduction until the next one on its lane. In order of first reader."""
     step = schedule.steps[number]
-    if not isinstance(step, Unshard | ReduceInner | ReduceOuter):
+    if not isinstance(step, Unshard | ReduceInner | ReduceTogether | ReduceOuter):
         return ()
     return _read_between(schedule.facts, groups, step.anchor, end_of(schedule, number, step))
 
@@ -230,6 +231,6 @@ def _collectives(schedule: Schedule, groups: Groups) -> tuple[CollectiveTotal, .
 
 
 def _kind(step: Step, group: ParameterGroup) -> str:
-    if isinstance(step, ReduceInner):
+    if isinstance(step, ReduceInner | ReduceTogether):
         return group.inner_kind
     return group.outer_kind if isinstance(step, ReduceOuter) else "all_gather"

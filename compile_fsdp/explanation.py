@@ -70,9 +70,11 @@ class PlannedStep:
 
     Attributes:
         number: position in the schedule; later steps name it in ``names``.
-        op: ``"unshard"``, ``"wait"``, ``"release"``, ``"keep"``, ``"reduce_inner"``,
-            ``"reduce_outer"`` or ``"wait_reductions"``.
-        group: label of its parameter group, empty for ``wait_reductions``.
+        op: ``"gather_together"``, ``"unshard"``, ``"wait"``, ``"release"``, ``"keep"``,
+            ``"reduce_inner"``, ``"reduce_together"``, ``"reduce_outer"`` or
+            ``"wait_reductions"``.
+        group: label of its parameter group, several with "+" between them where they are gathered
+            or reduced together, empty for ``wait_reductions``.
         fqns: the parameters it is about.
         bytes: size of the buffer that it gathers or reduces, else 0.
         axis: mesh axis of its collective, empty where it has none.

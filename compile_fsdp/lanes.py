@@ -15,13 +15,15 @@ from compile_fsdp.passes.steps import (
     GroupStep,
     ReduceInner,
     ReduceOuter,
+    ReduceTogether,
     Schedule,
     Step,
     Unshard,
+    Wait,
 )
 from compile_fsdp.passes.timeline import clock
 
-from .explanation import MemoryPoint, ParameterGroup, Span
+from .explanation import LANES, MemoryPoint, ParameterGroup, Span
 
 Groups = Mapping[str, ParameterGroup]
 
@@ -37,8 +39,8 @@ def bytes_of(step: Step, groups: Groups) -> int:
         return 0 if step.gathered else groups[step.group].gather_bytes
     if isinstance(step, GatherTogether):
         return sum(groups[name].gather_bytes for name in step.groups)
-    if isinstance(step, ReduceInner | ReduceOuter):
-        return groups[step.group].reduce_bytes
+    if isinstance(step, ReduceInner | ReduceTogether | ReduceOuter):
+        return sum(groups[name].reduce_bytes for name in step.names)
     return 0
 
 
@@ -46,6 +48,12 @@ def fqns_of(step: Step, groups: Groups) -> tuple[str, ...]:
     """The parameters that a step is about."""
     if isinstance(step, GatherTogether):
         return tuple("=".join(names) for name in step.groups for names in groups[name].fqns)
+    if isinstance(step, ReduceTogether):
+        return tuple(
+            "=".join(groups[name].fqns[index])
+            for name, indices in zip(step.groups, step.indices, strict=True)
+            for index in indices
+        )
     if not isinstance(step, GroupStep):
         return ()
     names = groups[step.group].fqns
@@ -55,7 +63,9 @@ def fqns_of(step: Step, groups: Groups) -> tuple[str, ...]:
 
 def lane_of(step: Step) -> str:
     """The lane on which a step communicates."""
-    return "gather" if isinstance(step, Unshard | GatherTogether) else step.op
+    if isinstance(step, Unshard | GatherTogether):
+        return "gather"
+    return "reduce_inner" if isinstance(step, ReduceTogether) else step.op
 
 
 def label_of(step: Step, groups: Groups) -> str:
@@ -93,7 +103,7 @@ def _starts(schedule: Schedule, costs: CostModel) -> list[float]:
 def _communication(schedule: Schedule, groups: Groups) -> Iterator[Span]:
     timed = time_unit(schedule) == "us"
     for number, step in enumerate(schedule.steps):
-        if not isinstance(step, GatherTogether | Unshard | ReduceInner | ReduceOuter):
+        if lane_of(step) not in LANES:
             continue
         if isinstance(step, Unshard) and step.gathered:
             continue
@@ -117,9 +127,13 @@ def _communication(schedule: Schedule, groups: Groups) -> Iterator[Span]:
 def end_of(schedule: Schedule, number: int, step: Step) -> int:
     """The position until which a collective may be in flight: a gather until its wait, a
     reduction until the next one on its lane."""
-    awaited = "wait" if isinstance(step, Unshard | GatherTogether) else step.op
+    gathers = isinstance(step, Unshard | GatherTogether)
     for later in schedule.steps[number + 1 :]:
-        if later.op == awaited and (awaited != "wait" or step.names[0] in later.names):
+        if gathers:
+            ends = isinstance(later, Wait) and later.group in step.names
+        else:
+            ends = lane_of(later) == lane_of(step)
+        if ends:
             return later.anchor
     return schedule.facts.end
 

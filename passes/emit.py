@@ -14,6 +14,7 @@ from .reduce import (
     erase_gradient_sums,
     write_reduce_inner,
     write_reduce_outer,
+    write_reduce_together,
     write_wait_reductions,
 )
 from .steps import (
@@ -21,6 +22,7 @@ from .steps import (
     Keep,
     ReduceInner,
     ReduceOuter,
+    ReduceTogether,
     Release,
     Schedule,
     Step,
@@ -38,6 +40,7 @@ _WRITERS: Mapping[type[Step], Callable[[GraphWriter, Any], Node]] = {
     Release: write_release,
     Keep: write_release,
     ReduceInner: write_reduce_inner,
+    ReduceTogether: write_reduce_together,
     ReduceOuter: write_reduce_outer,
     WaitReductions: write_wait_reductions,
 }

@@ -131,8 +131,10 @@ class GroupFacts:
         dtype: compute dtype ("bfloat16").
         mesh_shape: sizes of the data-parallel axes, dp_outer first.
         state_bytes: what a rank keeps of the group all the time: its part of weight and gradient.
-        mergeable: groups with equal values may share a collective: same ranks, dtypes and
-            placements. None: never.
+        mergeable: groups with equal values may be gathered by one collective: same mesh and dtype.
+            None: never.
+        reduces_with: groups with equal values may share an inner reduction: same model, mesh, axis
+            and dtype of communication. None: never.
     """
 
     name: str
@@ -146,3 +148,4 @@ class GroupFacts:
     mesh_shape: tuple[int, ...] = ()
     state_bytes: int = 0
     mergeable: str | None = None
+    reduces_with: str | None = None

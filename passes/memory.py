@@ -2,7 +2,8 @@
 
     activations   results of nodes, until their last use; saved ones until the graph's end
     gathered      unsharded parameters, from the gather to the release (kept ones: to the end)
-    gradients     packed full gradients on their way into a reduction
+    gradients     packed full gradients on their way into a reduction, and those that wait for
+                  others to be reduced with
 
 Position ``p`` stands for the time while node ``p`` runs, the steps before it issued.
 """
@@ -14,7 +15,7 @@ from itertools import accumulate
 
 from .estimates import MemoryCurve
 from .facts import GraphFacts, GroupFacts, NodeFacts
-from .steps import Keep, ReduceInner, Release, Step, Unshard
+from .steps import Keep, ReduceInner, ReduceTogether, Release, Step, Unshard
 
 REDUCTIONS_IN_FLIGHT = 2
 """The runtime holds so many packed gradients; the next reduction waits for the oldest."""
@@ -28,7 +29,7 @@ def memory_curve(
     return MemoryCurve(
         activations=activations(facts.nodes, size),
         gathered=filled(size, _gathered(steps, facts, groups)),
-        gradients=filled(size, _packed(steps, size, groups)),
+        gradients=filled(size, [*_packed(steps, size, groups), *_held(steps, facts, groups)]),
         state=sum(group.state_bytes for group in groups.values()),
     )
 
@@ -58,12 +59,27 @@ def _gathered(
 def _packed(
     steps: Sequence[Step], size: int, groups: Mapping[str, GroupFacts]
 ) -> list[tuple[int, int, int]]:
-    reductions = [step for step in steps if isinstance(step, ReduceInner)]
+    reductions = [step for step in steps if isinstance(step, ReduceInner | ReduceTogether)]
     done = [step.anchor for step in reductions[REDUCTIONS_IN_FLIGHT:]]
     done += [size] * REDUCTIONS_IN_FLIGHT
     return [
-        (step.anchor, until + 1, groups[step.group].reduce_bytes)
+        (step.anchor, until + 1, sum(groups[name].reduce_bytes for name in step.names))
         for step, until in zip(reductions, done, strict=False)
+    ]
+
+
+def _held(
+    steps: Sequence[Step], facts: GraphFacts, groups: Mapping[str, GroupFacts]
+) -> list[tuple[int, int, int]]:
+    last: dict[str, int] = {}
+    for use in facts.gradients:
+        last[use.group] = max(use.position, last.get(use.group, 0))
+    return [
+        (last[name] + 1, step.anchor, groups[name].reduce_bytes)
+        for step in steps
+        if isinstance(step, ReduceTogether)
+        for name in step.groups
+        if last[name] + 1 < step.anchor
     ]
 
 

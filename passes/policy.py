@@ -51,8 +51,9 @@ class Policy:
         reshard_after_forward: True: keep no group between forward and backward; False: keep all;
             "auto": as the budget allows. Pairs (pattern of module names, bool) decide for those
             they match, the last one that matches a group, and "auto" for the others.
-        merge_below: bytes of gathered buffers up to which neighbouring groups share a gather; 0:
-            never. None: as far as the cost model says that copying costs less than a collective.
+        merge_below: bytes of buffers up to which neighbouring groups share a gather, or a
+            reduction; 0: never. None: as far as the cost model says that copying costs less than a
+            collective.
         equal_shapes: a promise that every rank always compiles with equal shapes; prefetching then
             counts the graph's own FLOPs instead of `CostModel.tokens` rows a rank.
         costs: the cost model.

@@ -16,15 +16,15 @@ from torch.fx import Node
 
 from .gradients import graph_outputs
 from .graph_writer import GraphWriter
-from .steps import ReduceInner, ReduceOuter, WaitReductions
-from .targets import ADD, REDUCE_INNER, REDUCE_OUTER, WAIT_REDUCTIONS
+from .steps import ReduceInner, ReduceOuter, ReduceTogether, Step, WaitReductions
+from .targets import ADD, REDUCE_INNER, REDUCE_OUTER, REDUCE_TOGETHER, WAIT_REDUCTIONS
 
 
 def write_reduce_inner(writer: GraphWriter, step: ReduceInner) -> Node:
     """Write ``token = reduce_inner(gradients, group, indices, after)``."""
     writer.token[step.group] = writer.call(
         REDUCE_INNER,
-        [_write_gradient(writer, step, index) for index in step.indices],
+        [_write_gradient(writer, step, step.group, index) for index in step.indices],
         step.group,
         list(step.indices),
         writer.named_by(step),
@@ -32,6 +32,23 @@ def write_reduce_inner(writer: GraphWriter, step: ReduceInner) -> Node:
         name=writer.readable("token", step.group),
     )
     return writer.token[step.group]
+
+
+def write_reduce_together(writer: GraphWriter, step: ReduceTogether) -> Node:
+    """Write ``token = reduce_together(gradients, groups, counts, indices, after)``."""
+    keys = [(g, index) for g, own in zip(step.groups, step.indices, strict=True) for index in own]
+    token = writer.call(
+        REDUCE_TOGETHER,
+        [_write_gradient(writer, step, *key) for key in keys],
+        list(step.groups),
+        [len(own) for own in step.indices],
+        [index for _, index in keys],
+        writer.named_by(step),
+        before=writer.place(step),
+        name="token_together",
+    )
+    writer.token.update(dict.fromkeys(step.groups, token))
+    return token
 
 
 def write_reduce_outer(writer: GraphWriter, step: ReduceOuter) -> Node:
@@ -70,9 +87,9 @@ def erase_gradient_sums(writer: GraphWriter) -> None:
         writer.graph.erase_node(node)
 
 
-def _write_gradient(writer: GraphWriter, step: ReduceInner, index: int) -> Node:
+def _write_gradient(writer: GraphWriter, step: Step, group: str, index: int) -> Node:
     """The gradient of one parameter: the node that computes it, or a sum of several."""
-    gradients = writer.uses.gradients[step.group, index]
+    gradients = writer.uses.gradients[group, index]
     return _write_sum(writer, gradients, writer.place(step))
 
 

@@ -33,7 +33,7 @@ from itertools import groupby
 from .estimates import Keeping
 from .facts import GraphFacts, GraphKind, GroupFacts
 from .memory import memory_curve
-from .merge import joined
+from .merge import joined, joined_reductions
 from .policy import Policy
 from .prefetch import Unit, leads
 from .steps import (
@@ -42,6 +42,7 @@ from .steps import (
     Keep,
     ReduceInner,
     ReduceOuter,
+    ReduceTogether,
     Release,
     Schedule,
     Step,
@@ -82,7 +83,7 @@ def plan(
     slots = [
         *_gather_slots(intervals, facts, groups, policy),
         *_release_slots(intervals, facts, groups, keeping.reasons),
-        *_reduction_slots(reductions, facts, groups),
+        *_reduction_slots(reductions, facts, groups, policy),
     ]
     # Slots that compare equal keep the order in which they were listed.
     slots.sort(key=lambda slot: (slot.step.anchor, slot.turn))
@@ -215,27 +216,42 @@ def _release_slots(
 
 
 def _reduction_slots(
-    reductions: Sequence[_Reduction], facts: GraphFacts, groups: Mapping[str, GroupFacts]
+    reductions: Sequence[_Reduction],
+    facts: GraphFacts,
+    groups: Mapping[str, GroupFacts],
+    policy: Policy,
 ) -> Iterator[_Slot]:
     if not reductions:
         return
+    known = {reduction.group: reduction for reduction in reductions}
+    runs = [[known[name] for name in run] for run in joined_reductions(list(known), groups, policy)]
     # A gradient may be a graph input; nothing is written between the inputs.
-    anchors = [max(reduction.last + 1, facts.start) for reduction in reductions]
-    for reduction, own, following in zip(
-        reductions, anchors, [*anchors[1:], facts.end], strict=True
-    ):
-        group = reduction.group
-        why = "its last gradient is there"
-        inner = ReduceInner(anchor=own, group=group, indices=reduction.indices, reason=why)
-        yield _Slot(_REDUCE_INNER, inner)
-        if groups[group].finishes_later:
-            why = "while the next group is reduced over dp_inner"
-            if following == facts.end:
-                why = "nothing is left to hide it behind"
-            yield _Slot(_REDUCE_OUTER, ReduceOuter(anchor=following, group=group, reason=why))
+    anchors = [max(run[-1].last + 1, facts.start) for run in runs]
+    for run, own, following in zip(runs, anchors, [*anchors[1:], facts.end], strict=True):
+        yield _Slot(_REDUCE_INNER, _inner_reduction(run, own))
+        for reduction in run:
+            if groups[reduction.group].finishes_later:
+                why = "while the next group is reduced over dp_inner"
+                if following == facts.end:
+                    why = "nothing is left to hide it behind"
+                outer = ReduceOuter(anchor=following, group=reduction.group, reason=why)
+                yield _Slot(_REDUCE_OUTER, outer)
     names = tuple(reduction.group for reduction in reductions)
     why = "whoever runs after the graph sees finished gradients"
     yield _Slot(_LAST, WaitReductions(anchor=facts.end, groups=names, reason=why))
+
+
+def _inner_reduction(run: Sequence[_Reduction], anchor: int) -> Step:
+    if len(run) == 1:
+        (alone,) = run
+        why = "its last gradient is there"
+        return ReduceInner(anchor=anchor, group=alone.group, indices=alone.indices, reason=why)
+    return ReduceTogether(
+        anchor=anchor,
+        groups=tuple(each.group for each in run),
+        indices=tuple(each.indices for each in run),
+        reason="too small for a collective each; the last gradient of all is there",
+    )
 
 
 def _chained(steps: Sequence[Step]) -> tuple[Step, ...]:
@@ -249,13 +265,13 @@ def _chained(steps: Sequence[Step]) -> tuple[Step, ...]:
             chained.append(step)
             continue
         if isinstance(step, WaitReductions):
-            after = tuple(latest_token[group] for group in step.groups)
+            after = tuple(dict.fromkeys(latest_token[group] for group in step.groups))
         else:
             after = tuple(n for n in since if not _is_implied(steps, n, step, since))
         chained.append(replace(step, after=after))
         since = [number]
-        if isinstance(step, ReduceInner | ReduceOuter):
-            latest_token[step.group] = number
+        if isinstance(step, ReduceInner | ReduceTogether | ReduceOuter):
+            latest_token.update(dict.fromkeys(step.names, number))
     return tuple(chained)
 
 
@@ -263,6 +279,8 @@ def _is_implied(steps: Sequence[Step], earlier: int, step: Step, since: Sequence
     """Whether ``step`` follows ``steps[earlier]`` without naming it: it works on the same
     result, or it names a later release of the same buffer."""
     before = steps[earlier]
+    if isinstance(before, ReduceTogether) and isinstance(step, ReduceOuter):
+        return step.group in before.groups
     if not isinstance(before, GroupStep) or not isinstance(step, GroupStep):
         return False
     if before.group == step.group and (

@@ -16,6 +16,7 @@ Views and graph inputs are left out.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, cast
 
 from torch.fx import Graph, Node
@@ -25,6 +26,7 @@ from .targets import (
     GATHER_TOGETHER,
     KEEP,
     REDUCE_INNER,
+    REDUCE_TOGETHER,
     RELEASE,
     WAIT,
     WAIT_REDUCTIONS,
@@ -67,6 +69,11 @@ def _operands(node: Node) -> list[str]:
     if is_call(node, REDUCE_INNER):
         gradients, _, indices, _ = cast(tuple[Any, ...], node.args)
         return [f"{i}: {gradient.name}" for i, gradient in zip(indices, gradients, strict=True)]
+    if is_call(node, REDUCE_TOGETHER):
+        gradients, _, counts, indices, _ = cast(tuple[Any, ...], node.args)
+        given = iter(zip(indices, gradients, strict=True))
+        parts = [[f"{i}: {each.name}" for i, each in islice(given, count)] for count in counts]
+        return [" + ".join(", ".join(part) for part in parts)]
     if is_call(node, GATHER_TOGETHER, WAIT_REDUCTIONS):
         return [token.name for token in cast(list[Node], node.args[0])]
     return [cast(Node, node.args[0]).name]

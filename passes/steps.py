@@ -124,6 +124,24 @@ class ReduceInner(GroupStep):
 
 
 @dataclass(frozen=True)
+class ReduceTogether(Step):
+    """Start reducing the gradients of several small groups over dp_inner, by one collective.
+
+    Attributes:
+        groups: in order of their last gradients.
+        indices: for each group its parameters that got a gradient in this graph, ascending.
+    """
+
+    op: ClassVar[str] = "reduce_together"
+    groups: tuple[str, ...] = ()
+    indices: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.groups
+
+
+@dataclass(frozen=True)
 class ReduceOuter(GroupStep):
     """On the last microbatch, start the reduction over dp_outer."""
 
@@ -135,7 +153,8 @@ class WaitReductions(Step):
     """Whoever runs after the graph sees finished gradients.
 
     Attributes:
-        groups: the reduced groups, in order of their reductions; ``after`` has one step for each.
+        groups: the reduced groups, in order of their reductions; ``after`` has the last step of
+            each.
     """
 
     op: ClassVar[str] = "wait_reductions"
@@ -230,7 +249,7 @@ class Schedule:
             for step in self.steps
             if isinstance(step, GatherTogether) or (isinstance(step, Unshard) and not step.gathered)
         ]
-        reduced = [step for step in self.steps if isinstance(step, ReduceInner)]
+        reduced = [step for step in self.steps if isinstance(step, ReduceInner | ReduceTogether)]
         parts = [
             f"{len(steps)} {verb} ({format_bytes(sum(self._bytes(step) for step in steps))})"
             for steps, verb in ((gathered, "unshard"), (reduced, "reduce"))
@@ -251,7 +270,7 @@ class Schedule:
         )
 
     def _label(self, step: Step) -> str:
-        if isinstance(step, GatherTogether):
+        if isinstance(step, GatherTogether | ReduceTogether):
             return "+".join(self.groups[name].label for name in step.groups)
         return self.groups[step.group].label if isinstance(step, GroupStep) else ""
 
@@ -260,8 +279,8 @@ class Schedule:
             return sum(self.groups[name].gather_bytes for name in step.groups)
         if isinstance(step, Unshard) and not step.gathered:
             return self.groups[step.group].gather_bytes
-        if isinstance(step, ReduceInner | ReduceOuter):
-            return self.groups[step.group].reduce_bytes
+        if isinstance(step, ReduceInner | ReduceTogether | ReduceOuter):
+            return sum(self.groups[name].reduce_bytes for name in step.names)
         return 0
 
     def where(self, step: Step) -> str:

@@ -23,6 +23,7 @@ WAIT: Any = _ops.wait.default
 RELEASE: Any = _ops.release.default
 KEEP: Any = _ops.keep.default
 REDUCE_INNER: Any = _ops.reduce_inner.default
+REDUCE_TOGETHER: Any = _ops.reduce_together.default
 REDUCE_OUTER: Any = _ops.reduce_outer.default
 WAIT_REDUCTIONS: Any = _ops.wait_reductions.default
 
@@ -33,6 +34,7 @@ COMMUNICATION = (
     RELEASE,
     KEEP,
     REDUCE_INNER,
+    REDUCE_TOGETHER,
     REDUCE_OUTER,
     WAIT_REDUCTIONS,
 )

@@ -15,7 +15,16 @@ from itertools import accumulate
 from .costs import CostModel
 from .estimates import StepTime, Timeline
 from .facts import GraphFacts, GroupFacts
-from .steps import GatherTogether, ReduceInner, ReduceOuter, Step, Unshard, Wait, WaitReductions
+from .steps import (
+    GatherTogether,
+    ReduceInner,
+    ReduceOuter,
+    ReduceTogether,
+    Step,
+    Unshard,
+    Wait,
+    WaitReductions,
+)
 
 
 def clock(facts: GraphFacts, costs: CostModel) -> list[float]:
@@ -47,7 +56,7 @@ class _Lanes:
         self.delay = 0.0
         self.communication = 0.0
         self.times: list[StepTime] = []
-        self._free = {Unshard: 0.0, ReduceInner: 0.0, ReduceOuter: 0.0}
+        self._free: dict[type[Step], float] = {Unshard: 0.0, ReduceInner: 0.0, ReduceOuter: 0.0}
         self._ready: dict[str, float] = {}
 
     def play(self, step: Step, clock: float) -> None:
@@ -60,12 +69,8 @@ class _Lanes:
             self.communication += end - start
             self.times.append(StepTime(now, start, end))
             return
-        if isinstance(step, GatherTogether):
-            start = max(now, self._free[Unshard])
-            end = start + self.costs.gather_seconds([self.groups[name] for name in step.groups])
-            self._free[Unshard] = end
-            self.communication += end - start
-            self.times.append(StepTime(now, start, end))
+        if isinstance(step, GatherTogether | ReduceTogether):
+            self._play_together(step, now)
             return
         waited: Sequence[str] = ()
         if isinstance(step, Wait):
@@ -76,6 +81,19 @@ class _Lanes:
         exposed = max(0.0, ready - now)
         self.delay += exposed
         self.times.append(StepTime(now, now, now, exposed))
+
+    def _play_together(self, step: GatherTogether | ReduceTogether, now: float) -> None:
+        members = [self.groups[name] for name in step.groups]
+        gathers = isinstance(step, GatherTogether)
+        lane: type[Step] = Unshard if gathers else ReduceInner
+        seconds_of = self.costs.gather_seconds if gathers else self.costs.reduce_inner_seconds
+        seconds = seconds_of(members)
+        start = max(now, self._free[lane])
+        end = self._free[lane] = start + seconds
+        if not gathers:  # a gathered group is ready with its own unshard
+            self._ready.update(dict.fromkeys(step.groups, end))
+        self.communication += seconds
+        self.times.append(StepTime(now, start, end))
 
     def _seconds(self, step: Unshard | ReduceInner | ReduceOuter) -> float:
         group = self.groups[step.group]

@@ -120,7 +120,11 @@ def graph_kind(graph: Graph, is_inference: bool) -> GraphKind:
 def group_facts(groups: Mapping[str, GroupInfo]) -> dict[str, GroupFacts]:
     """What a schedule may depend on, of each group."""
     # Equal on all ranks, which the ranks themselves are not.
-    meshes: dict[tuple[int, ...], int] = {}
+    meshes: dict[object, int] = {}
+    numbers = {
+        name: meshes.setdefault((info.ranks, info.mesh_shape), len(meshes))
+        for name, info in groups.items()
+    }
     return {
         name: GroupFacts(
             name=name,
@@ -133,10 +137,18 @@ def group_facts(groups: Mapping[str, GroupInfo]) -> dict[str, GroupFacts]:
             dtype=str(info.dtype).removeprefix("torch."),
             mesh_shape=info.mesh_shape,
             state_bytes=_state_bytes(info),
-            mergeable=f"{info.dtype} {meshes.setdefault(info.ranks, len(meshes))}",
+            mergeable=f"{info.dtype} {numbers[name]}",
+            reduces_with=_reduces_with(info, numbers[name]),
         )
         for name, info in groups.items()
     }
+
+
+def _reduces_with(info: GroupInfo, mesh: int) -> str | None:
+    if info.reduced_axis is None:
+        return None
+    model = info.name.partition("/")[0]
+    return f"{info.grad_comm_dtype} {model} {mesh} {info.reduced_axis}"
 
 
 def _state_bytes(info: GroupInfo) -> int:

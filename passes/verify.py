@@ -22,9 +22,9 @@ What is proven:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 from typing import Any, cast
 
 import torch
@@ -44,6 +44,7 @@ from .targets import (
     KEEP,
     REDUCE_INNER,
     REDUCE_OUTER,
+    REDUCE_TOGETHER,
     RELEASE,
     UNSHARD,
     WAIT,
@@ -133,7 +134,7 @@ class _Rewritten:
 
 
 def _group_of(node: Node) -> str:
-    """The group that a communication node names, for all but ``wait_reductions``."""
+    """The group that a communication node names, for all but those that name several."""
     return cast(str, node.args[1])
 
 
@@ -306,8 +307,7 @@ def _check_gradients(graph: _Rewritten) -> None:
     found: Counter[tuple[ParameterKey, str]] = Counter()
     known = dict.fromkeys(graph.facts.names)
     reduced: dict[str, Node] = {}
-    for node in graph.calls(REDUCE_INNER):
-        gradients, group, indices, _ = cast(tuple[Any, ...], node.args)
+    for node, group, gradients, indices in _contributions(graph):
         if group in reduced:
             raise VerificationError(
                 f"group {group!r} is reduced twice, by {reduced[group].name} and {node.name}"
@@ -319,12 +319,30 @@ def _check_gradients(graph: _Rewritten) -> None:
             )
         for index, gradient in zip(indices, gradients, strict=True):
             found.update(((group, index), leaf) for leaf in _summands(gradient, known))
-    for (key, gradient), count in ((expected - found) | (found - expected)).items():
-        wanted = expected[key, gradient]
+    for (key, name), count in ((expected - found) | (found - expected)).items():
+        wanted = expected[key, name]
         raise VerificationError(
-            f"gradient {gradient} of {graph.fqn(*key)} must be reduced {wanted} times, is "
-            f"reduced {found[key, gradient]} times (difference {count})"
+            f"gradient {name} of {graph.fqn(*key)} must be reduced {wanted} times, is "
+            f"reduced {found[key, name]} times (difference {count})"
         )
+
+
+def _contributions(graph: _Rewritten) -> Iterator[tuple[Node, str, list[Node], list[int]]]:
+    """For each inner reduction and each of its groups the gradients and their indices."""
+    for node in graph.calls(REDUCE_INNER, REDUCE_TOGETHER):
+        if is_call(node, REDUCE_INNER):
+            gradients, group, indices, _ = cast(tuple[Any, ...], node.args)
+            yield node, group, gradients, indices
+            continue
+        gradients, names, counts, indices, _ = cast(tuple[Any, ...], node.args)
+        if len(names) != len(counts) or not sum(counts) == len(gradients) == len(indices):
+            raise VerificationError(
+                f"{node.name} deals {len(gradients)} gradients for the tensors {list(indices)} "
+                f"out to {names} by {counts}"
+            )
+        stops = list(accumulate(counts))
+        for name, start, stop in zip(names, [0, *stops], stops, strict=False):
+            yield node, name, gradients[start:stop], indices[start:stop]
 
 
 def _summands(gradient: Node, known: Mapping[str, None]) -> list[str]:
@@ -343,20 +361,20 @@ def _summands(gradient: Node, known: Mapping[str, None]) -> list[str]:
 def _check_reductions_end(graph: _Rewritten) -> None:
     """Tokens go from the inner to the outer reduction, if there is one, to the final wait."""
     waits = graph.calls(WAIT_REDUCTIONS)
-    inner = graph.calls(REDUCE_INNER)
+    inner = [(node, name) for node, name, _, _ in _contributions(graph)]
     if len(waits) != (1 if inner else 0):
         raise VerificationError(
             f"{len(inner)} reductions need {1 if inner else 0} wait_reductions, found {len(waits)}"
         )
     waited = [] if not waits else list(cast(list[Node], waits[0].args[0]))
     named = [] if not waits else list(cast(list[str], waits[0].args[1]))
-    expected = [_last_token(graph, token) for token in inner]
-    for token in expected:
+    expected = {group: _last_token(graph, token, group) for token, group in inner}
+    for group, token in expected.items():
         if token not in waited:
             raise VerificationError(
-                f"{token.name}, a reduction of group {_group_of(token)!r}, is not waited for"
+                f"{token.name}, a reduction of group {group!r}, is not waited for"
             )
-    if len(waited) != len(expected) or named != [_group_of(token) for token in waited]:
+    if len(waited) != len(set(expected.values())) or Counter(named) != Counter(expected.keys()):
         raise VerificationError(
             f"{waits[0].name} waits for {[token.name for token in waited]} in the name of {named}"
         )
@@ -368,15 +386,16 @@ def _check_reductions_end(graph: _Rewritten) -> None:
             )
 
 
-def _last_token(graph: _Rewritten, token: Node) -> Node:
+def _last_token(graph: _Rewritten, token: Node, group: str) -> Node:
     """What stands for a finished reduction: the outer one's token where there are two axes."""
-    group = _group_of(token)
-    outer = [user for user in token.users if is_call(user, REDUCE_OUTER) and user.args[0] is token]
+    users = [user for user in token.users if is_call(user, REDUCE_OUTER) and user.args[0] is token]
+    outer = [user for user in users if _group_of(user) == group]
     wanted = 1 if graph.groups[group].finishes_later else 0
-    if len(outer) != wanted or any(_group_of(node) != group for node in outer):
+    strangers = [user for user in users if _group_of(user) not in _groups_of_node(token)]
+    if len(outer) != wanted or strangers:
         raise VerificationError(
             f"{token.name} of group {group!r} needs {wanted} outer reductions of its group, found "
-            f"{[node.name for node in outer]}"
+            f"{[node.name for node in users]}"
         )
     return outer[0] if outer else token
 
@@ -443,7 +462,7 @@ def _groups_of_step(step: Step) -> tuple[str, ...]:
 
 
 def _groups_of_node(node: Node) -> tuple[str, ...]:
-    if is_call(node, GATHER_TOGETHER, WAIT_REDUCTIONS):
+    if is_call(node, GATHER_TOGETHER, REDUCE_TOGETHER, WAIT_REDUCTIONS):
         return tuple(cast(list[str], node.args[1]))
     return (_group_of(node),)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ import torch
 
 from .agreement import Step, agreement_of
 from .dbuffer import DBuffer
-from .merging import gather_together
+from .merging import gather_together, reduce_together
 from .streams import Event, Lane, make_lane
 from .torch_internals import at_end_of_backward, in_backward
 
@@ -66,7 +66,7 @@ class GroupContext:
         self._groups: list[weakref.ref[FsdpParameterGroup]] = []
         self._reduced: dict[FsdpParameterGroup, None] = {}
         self._withheld = False
-        self._in_flight: deque[tuple[Event, DBuffer]] = deque()
+        self._in_flight: deque[tuple[Event, DBuffer | torch.Tensor]] = deque()
         self._finish: weakref.ref[Callable[[], None]] | None = None
 
     @functools.cached_property
@@ -110,6 +110,21 @@ class GroupContext:
         """Start gathering several groups by one collective; nobody holds them yet."""
         gather_together(self.lanes.gather, [(group.label, group.unsharding) for group in groups])
 
+    def reduce_together(
+        self, contributions: Mapping[FsdpParameterGroup, Mapping[int, torch.Tensor]]
+    ) -> None:
+        """Reduce the gradients of several groups, by tensor index, with one inner reduction."""
+        with torch.inference_mode(False), torch.no_grad():
+            together = not self.zeros_missing_gradients and len(contributions) > 1
+            if together and all(group.context is self for group in contributions):
+                sent = reduce_together(self.lanes.reduce_inner, contributions)
+                self.note_reduction(tuple(contributions), sent)
+                for group, gradients in contributions.items():
+                    group.expect_hooks(tuple(gradients))
+                return
+        for group, gradients in contributions.items():
+            group.reduce_gradients(gradients)
+
     def prefetch_beyond_graph(self, group: FsdpParameterGroup) -> None:
         """A graph has started the gather of ``group``: start what another graph, or the eager
         driver, will need after it. Without modules, nobody knows."""
@@ -125,15 +140,17 @@ class GroupContext:
         self._in_flight.clear()
         self._finish = None
 
-    def note_reduction(self, group: FsdpParameterGroup, partial: DBuffer, reduced: Event) -> None:
-        """Remember that ``group`` reduces gradients in this backward.
+    def note_reduction(
+        self, groups: Sequence[FsdpParameterGroup], sent: DBuffer | torch.Tensor
+    ) -> None:
+        """Remember that ``groups`` reduce gradients in this backward.
 
-        ``partial`` belongs to the compute stream and is read by the reduction lane, so it is kept
-        until compute has waited for ``reduced``: that happens when the next but one reduction
-        starts, which bounds what is held to two packed buffers.
+        ``sent`` belongs to the compute stream and is read by the reduction lane, so it is kept
+        until compute has waited for what is on the lane now: that happens when the next but one
+        reduction starts, which bounds what is held to two packed buffers.
         """
-        self._reduced[group] = None
-        self._in_flight.append((reduced, partial))
+        self._reduced.update(dict.fromkeys(groups))
+        self._in_flight.append((self.lanes.reduce_inner.record_event(), sent))
         while len(self._in_flight) > 2:
             event, _ = self._in_flight.popleft()
             event.wait()

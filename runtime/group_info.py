@@ -31,6 +31,8 @@ class GroupInfo:
         requires_grad: False for a frozen group.
         trainable: for each tensor whether it gets gradients; empty: all do as ``requires_grad``.
         mesh_shape: sizes of the data-parallel mesh axes, dp_outer first.
+        reduced_axis: the one mesh axis over which every backward reduces gradients; None where
+            that are several or none.
         ranks: global ranks of the mesh. They differ between the ranks of a larger job, so they are
             not part of the text that makes cache keys; only which groups share them is.
         gathers: False when parameters are replicated and unsharding moves nothing.
@@ -52,6 +54,7 @@ class GroupInfo:
     gathers: bool = True
     finishes_later: bool = False
     trainable: tuple[bool, ...] = ()
+    reduced_axis: int | None = None
     ranks: tuple[int, ...] = field(default=(), repr=False)
 
     def is_trainable(self, index: int) -> bool:
@@ -90,4 +93,5 @@ def describe(group: FsdpParameterGroup) -> GroupInfo:
         grad_comm_dtype=group.grad_comm_dtype,
         gathers=group.gathers,
         finishes_later=group.finishes_later,
+        reduced_axis=group.reduced_axis,
     )

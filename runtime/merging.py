@@ -8,18 +8,27 @@ shards are copied into one buffer, and what comes back is dealt out:
                       all-gather   a0 b0 | a1 b1  deal
                     /                                   \\
     rank 1   a1 b1                                       full b   b0 b1
+
+Their gradients are reduced together the other way round: cut into the ranks' parts, these are sent
+as one, and each group takes its piece of what comes back into its own main gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed.tensor import Partial, Placement
 
 from . import collectives
 from .agreement import Label
+from .dbuffer import DBuffer
 from .streams import Lane
 from .unsharding import Unsharding
+
+if TYPE_CHECKING:
+    from .parameter_group import FsdpParameterGroup
 
 
 def gather_together(lane: Lane, groups: Sequence[tuple[str, Unsharding]]) -> None:
@@ -56,9 +65,7 @@ def _gather_staged(lane: Lane, groups: Sequence[tuple[str, Unsharding]]) -> None
             each.full.reallocate_storage()
         sent = torch.cat([each.model.local for each in weights])
         staged = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
-    labels = [label for label, _ in groups]
-    subjects = [getattr(label, "subject", label) for label in labels]
-    label = Label("+".join(labels), " and ".join(subjects))
+    label = _label_of_all([label for label, _ in groups])
     collectives.all_gather(lane, staged, sent, first.mesh.get_group(axis), sizes, label=label)
     parts = [
         each.full.local[slice(*cut[rank])]
@@ -75,3 +82,60 @@ def _gather_staged(lane: Lane, groups: Sequence[tuple[str, Unsharding]]) -> None
     lane.then(deal)
     for _, unsharding in groups:
         unsharding.note_gathered(lane)
+
+
+def reduce_together(
+    lane: Lane, contributions: Mapping[FsdpParameterGroup, Mapping[int, torch.Tensor]]
+) -> torch.Tensor:
+    """Start reducing the full gradients of several groups, by tensor index, on ``lane``.
+
+    The groups reduce over one and the same mesh axis (`FsdpParameterGroup.reduced_axis`), in one
+    dtype. What each contributes is scaled and bound as by a reduction of its own.
+
+    Returns:
+        What is sent: compute's memory, to be kept until the lane has run.
+    """
+    groups = list(contributions)
+    packed = [group.pack(gradients) for group, gradients in contributions.items()]
+    first, axis = packed[0], groups[0].reduced_axis
+    assert axis is not None
+    process_group = first.mesh.get_group(axis)
+    ranks, own = range(process_group.size()), process_group.rank()
+    cuts = [[each.layout.segment(rank, len(ranks)) for rank in ranks] for each in packed]
+    sizes = [[stop - start for start, stop in cut] for cut in cuts]
+    sent = torch.cat(
+        [
+            each.local[slice(*cut[rank])]
+            for rank in ranks
+            for each, cut in zip(packed, cuts, strict=True)
+        ]
+    )
+    totals = [sum(size[rank] for size in sizes) for rank in ranks]
+    with lane.allocating():
+        received = torch.empty(totals[own], dtype=first.dtype, device=first.device)
+    lane.wait_current()
+    labels = [group.gradient_label(tuple(given)) for group, given in contributions.items()]
+    label = _label_of_all(labels)
+    collectives.reduce_scatter(
+        lane, received, sent, process_group, totals, average=True, label=label
+    )
+    parts = received.split([size[own] for size in sizes])
+    for group, each, part in zip(groups, packed, parts, strict=True):
+        reduced = DBuffer.from_local(
+            part, each.mesh, _reduced(group, axis), each.tensor_shapes, layout=each.layout
+        )
+        group.accumulate(reduced, tuple(contributions[group]))
+    return sent
+
+
+def _reduced(group: FsdpParameterGroup, axis: int) -> list[Placement]:
+    """Placements of a partial gradient that has been reduced over ``axis``."""
+    placements: list[Placement] = [Partial("avg")] * group.mesh.ndim
+    if group.main_grad is not None:
+        placements[axis] = group.main_grad.placements[axis]
+    return placements
+
+
+def _label_of_all(labels: Sequence[str]) -> Label:
+    subjects = [getattr(label, "subject", label) for label in labels]
+    return Label("+".join(labels), " and ".join(subjects))

@@ -17,6 +17,7 @@ also runs under ``backend="eager"``, ``"aot_eager"`` or ``"inductor"``.
     gather_together -> unshard of each      (small groups, one collective)
     unshard -> wait -> (reads of views of full) -> release, or keep at the end of a forward
     reduce_inner -> reduce_outer -> wait_reductions
+    reduce_together in place of the reduce_inner of several small groups
 
 ``after`` and ``issued`` take tensors that nobody reads: they carry order (design: "order is
 dataflow, not luck"). ``wait``, ``release`` and ``keep`` declare that they mutate ``full``, so a
@@ -30,6 +31,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -51,6 +53,8 @@ _SCHEMAS = (
     "release(Tensor(a!) full, str group) -> ()",
     "keep(Tensor(a!) full, str group) -> ()",
     "reduce_inner(Tensor[] gradients, str group, int[] indices, Tensor[] after) -> Tensor",
+    "reduce_together(Tensor[] gradients, str[] groups, int[] counts, int[] indices, "
+    "Tensor[] after) -> Tensor",
     "reduce_outer(Tensor token, str group, Tensor[] after) -> Tensor",
     "wait_reductions(Tensor(a!)[] tokens, str[] groups) -> ()",
 )
@@ -266,6 +270,39 @@ def _reduce_inner(
 def _reduce_inner_fake(
     gradients: Sequence[torch.Tensor],
     group: str,
+    indices: Sequence[int],
+    after: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    return gradients[0].new_empty((1,), dtype=torch.float32)
+
+
+@_implements("reduce_together")
+def _reduce_together(
+    gradients: Sequence[torch.Tensor],
+    groups: Sequence[str],
+    counts: Sequence[int],
+    indices: Sequence[int],
+    after: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """``counts[n]`` of the gradients, with their indices, belong to ``groups[n]``."""
+    given = zip(indices, gradients, strict=True)
+    contributions = {
+        _group(name): dict(islice(given, count)) for name, count in zip(groups, counts, strict=True)
+    }
+    wanted = {live: mine for live, mine in contributions.items() if live.gradients_wanted()}
+    if wanted:
+        context = next(iter(wanted)).context
+        if in_backward():
+            context.finish_at_end_of_backward()
+        context.reduce_together(wanted)
+    return new_token(gradients[0].device)
+
+
+@_fake("reduce_together")
+def _reduce_together_fake(
+    gradients: Sequence[torch.Tensor],
+    groups: Sequence[str],
+    counts: Sequence[int],
     indices: Sequence[int],
     after: Sequence[torch.Tensor],
 ) -> torch.Tensor:

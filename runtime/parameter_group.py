@@ -40,7 +40,7 @@ from .parameter import (
     rebind_sharded,
     sync_model_weights_from_main_weights,
 )
-from .placement import ShardLayout, strictest_shard
+from .placement import ShardLayout, is_sharded, strictest_shard
 from .profiling import profiled
 from .torch_internals import in_backward, will_accumulate
 from .trainability import Trainability
@@ -272,6 +272,16 @@ class FsdpParameterGroup(GroupUnsharding):
         finally:
             self.drop()
 
+    @property
+    def reduced_axis(self) -> int | None:
+        """The mesh axis over which `reduce_inner_gradients` communicates; None where that are
+        several or none."""
+        if self._gradient is None:
+            return None
+        placements = self._gradient.buffer.placements
+        axes = [axis for axis, placement in enumerate(placements) if is_sharded(placement)]
+        return axes[0] if len(axes) == 1 else None
+
     # Trainable or frozen -----------------------------------------------------------------------
 
     @property
@@ -331,6 +341,12 @@ class FsdpParameterGroup(GroupUnsharding):
         ``grad_comm_dtype``, with the group's layout."""
         return self._new_buffer([Partial("avg")] * self.mesh.ndim, self.grad_comm_dtype)
 
+    def pack(self, gradients: Mapping[int, torch.Tensor]) -> DBuffer:
+        """A partial gradient buffer with these full gradients, by tensor index, and zeros."""
+        partial = self.allocate_partial_grad_buffer()
+        pack_gradients(partial, gradients, self.fqns)
+        return partial
+
     def copy_gradients_to_partial_buffer(self, partial: DBuffer) -> tuple[int, ...]:
         """Move the unsharded parameters' ``.grad`` into ``partial``; returns their indices.
 
@@ -361,8 +377,7 @@ class FsdpParameterGroup(GroupUnsharding):
             if gradients is None:
                 gradients = self._take_gradients()
             if gradients:
-                partial = self.allocate_partial_grad_buffer()
-                pack_gradients(partial, gradients, self.fqns)
+                partial = self.pack(gradients)
                 if self.context.zeros_missing_gradients:
                     self._withhold(partial)
                 else:
@@ -408,15 +423,23 @@ class FsdpParameterGroup(GroupUnsharding):
         if self._gradient is None:
             raise RuntimeError(f"parameter group {self.label!r} is frozen and has no gradients")
         check_partial(partial, self)
-        lane = self.context.lanes.reduce_inner
         indices = range(len(self.parameters)) if indices is None else indices
-        self._gradient.accumulate(
-            partial, indices, self.grad_scale, lane, label=self.gradient_label(indices)
-        )
-        if not self.syncs_with_optimizer:
-            self._unsharding.maybe_stepped = True
-        self.context.note_reduction(self, partial, lane.record_event())
-        if self._gradient.hooks.note(indices):
+        self.accumulate(partial, indices)
+        self.context.note_reduction((self,), partial)
+        self.expect_hooks(indices)
+
+    def accumulate(self, partial: DBuffer, indices: Sequence[int]) -> None:
+        """The reduction of `reduce_inner_gradients`, by a caller who keeps ``partial`` alive. It
+        may be at the gradient placements already, reduced together with other groups'."""
+        if self._gradient is not None:
+            lane, label = self.context.lanes.reduce_inner, self.gradient_label(indices)
+            self._gradient.accumulate(partial, indices, self.grad_scale, lane, label=label)
+            if not self.syncs_with_optimizer:
+                self._unsharding.maybe_stepped = True
+
+    def expect_hooks(self, indices: Sequence[int]) -> None:
+        """Run post-accumulate hooks of the parameters in ``indices`` when this backward ends."""
+        if self._gradient is not None and self._gradient.hooks.note(indices):
             self.context.finish_at_end_of_backward()
 
     def call_gradient_hooks(self) -> None:

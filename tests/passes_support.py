@@ -43,6 +43,12 @@ class StubContext:
 
     def gather_together(self, groups: Sequence[StubGroup]) -> None: ...
 
+    def reduce_together(
+        self, contributions: Mapping[StubGroup, Mapping[int, torch.Tensor]]
+    ) -> None:
+        for group, gradients in contributions.items():
+            group.reduce_gradients(gradients)
+
     def prefetch_beyond_graph(self, group: StubGroup) -> None: ...
 
     def finish_at_end_of_backward(self) -> None: ...
@@ -86,6 +92,7 @@ class StubGroup:
             requires_grad=requires_grad,
             mesh_shape=mesh_shape,
             finishes_later=len(mesh_shape) > 1,
+            reduced_axis=len(mesh_shape) - 1,
         )
         self.shard = torch.zeros(self.info.local_numel, dtype=dtype, requires_grad=requires_grad)
         self.context = StubContext()

@@ -26,6 +26,7 @@ from compile_fsdp.passes.targets import (
     PARAMETER_GRAD,
     REDUCE_INNER,
     REDUCE_OUTER,
+    REDUCE_TOGETHER,
     RELEASE,
     UNSHARD,
     WAIT,
@@ -75,19 +76,21 @@ class Rewritten:
 
 
 @functools.cache
-def _rewritten_once(kind: GraphKind, mesh_shape: tuple[int, ...]) -> Rewritten:
+def _rewritten_once(kind: GraphKind, mesh_shape: tuple[int, ...], merge_below: int) -> Rewritten:
     model = TwoBlocks(mesh_shape=mesh_shape)
     with registered(*model.groups) as infos:
         graph = traced(model, tokens(), *(group.shard for group in model.groups))[kind].graph
         uses = find_uses(graph, infos, kind)
-        schedule = plan(uses.facts, group_facts(infos), Policy())
+        schedule = plan(uses.facts, group_facts(infos), Policy(merge_below=merge_below))
         write_schedule(graph, uses, infos, schedule)
     return Rewritten(graph, uses.facts, infos, schedule)
 
 
-def rewritten(kind: GraphKind, mesh_shape: tuple[int, ...] = (2,)) -> Rewritten:
+def rewritten(
+    kind: GraphKind, mesh_shape: tuple[int, ...] = (2,), merge_below: int = 0
+) -> Rewritten:
     """A copy, to be damaged."""
-    right = _rewritten_once(kind, mesh_shape)
+    right = _rewritten_once(kind, mesh_shape, merge_below)
     graph = Graph()
     graph.output(graph.graph_copy(right.graph, val_map={}))
     return replace(right, graph=graph)
@@ -340,6 +343,28 @@ def test_a_delayed_step(
     place.append(step)
     with pytest.raises(VerificationError, match=r"step \d+ of the schedule is"):
         backward.verify()
+
+
+def test_gradients_that_are_dealt_to_the_wrong_group() -> None:
+    merged = rewritten(GraphKind.BACKWARD, (2, 2), merge_below=600)
+    merged.verify()
+    step = merged.call(REDUCE_TOGETHER)
+    first, second = step.args[2]  # type: ignore[misc]
+    merged.set_arg(step, 2, [first, second + 1])
+    with pytest.raises(VerificationError, match=r"token_together deals 6 gradients"):
+        merged.verify()
+    merged.set_arg(step, 2, [first, second])
+    merged.set_arg(step, 1, list(reversed(step.args[1])))  # type: ignore[call-overload]
+    with pytest.raises(VerificationError, match=r"must be reduced"):
+        merged.verify()
+
+
+def test_an_outer_reduction_that_its_merged_inner_one_lacks() -> None:
+    merged = rewritten(GraphKind.BACKWARD, (2, 2), merge_below=600)
+    outer = merged.call(REDUCE_OUTER, "blocks.0")
+    merged.set_arg(outer, 1, merged.call(REDUCE_OUTER, "blocks.1").args[1])
+    with pytest.raises(VerificationError, match=r"needs 1 outer reductions of its group"):
+        merged.verify()
 
 
 def test_two_reductions_in_the_wrong_order(backward: Rewritten) -> None:

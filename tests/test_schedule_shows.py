@@ -160,6 +160,23 @@ forward: 2 unshard (12.0 KiB)
     )
 
 
+def test_merged_reductions() -> None:
+    """HSDP: one inner reduction for both small groups, an outer one for each."""
+    small = [replace(each, reduces_with="float32 0", finishes_later=True) for each in (A, B)]
+    text = "g input\nd_b is b.0'\nd_a is a.0'"
+    merged = schedule(GraphKind.BACKWARD, text, *small, merge_below=16 * KIB)
+    assert_expected_inline(
+        str(merged),
+        """\
+backward: 1 reduce (16.0 KiB)
+#  step             group  where          bytes  names  behind
+0  reduce_together  b+a    after d_a   16.0 KiB
+1  reduce_outer     b      at the end   8.0 KiB
+2  reduce_outer     a      at the end   8.0 KiB  1
+3  wait_reductions         at the end            1 2""",
+    )
+
+
 def test_a_graph_break_in_the_middle() -> None:
     """Each part releases what it gathered, but the second one, which computes the loss, keeps."""
     first = schedule(GraphKind.FORWARD, "tokens input\nembed reads root.0\nmm_a reads a.0", ROOT, A)

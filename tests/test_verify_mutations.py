@@ -17,8 +17,10 @@ from torch.fx import Graph, Node
 from compile_fsdp.passes.aliases import alias_trees
 from compile_fsdp.passes.facts import GraphKind
 from compile_fsdp.passes.targets import (
+    GATHER_TOGETHER,
     REDUCE_INNER,
     REDUCE_OUTER,
+    REDUCE_TOGETHER,
     RELEASE,
     UNSHARD,
     WAIT,
@@ -29,23 +31,37 @@ from compile_fsdp.passes.verify import VerificationError
 from tests.test_passes_verify import Rewritten, rewritten
 
 KINDS = [
-    (GraphKind.FORWARD, (2,)),
-    (GraphKind.BACKWARD, (2,)),
-    (GraphKind.BACKWARD, (2, 2)),
+    (GraphKind.FORWARD, (2,), 0),
+    (GraphKind.BACKWARD, (2,), 0),
+    (GraphKind.BACKWARD, (2, 2), 0),
+    # Two of the three groups are gathered together, and two reduced.
+    (GraphKind.FORWARD, (2,), 600),
+    (GraphKind.BACKWARD, (2,), 600),
+    (GraphKind.BACKWARD, (2, 2), 600),
 ]
 SEED = 20
+NAMING = (GATHER_TOGETHER, UNSHARD, WAIT, REDUCE_INNER, REDUCE_TOGETHER, REDUCE_OUTER)
 
 
 def drop(right: Rewritten, step: Node, random: Random) -> bool:
-    """The step is not there; who needed its result takes that of another."""
+    """The step is not there; who needed its result takes that of another, or does without if it
+    only followed the step."""
     others = [
         node
         for node in right.graph.nodes
         if node.target is step.target and node is not step and node < step
     ]
     if step.users and not others:
-        return False
-    if step.users:
+        for user in list(step.users):
+            if step in user.args:
+                return False
+            user.args = tuple(
+                [each for each in argument if each is not step]
+                if isinstance(argument, list)
+                else argument
+                for argument in user.args
+            )
+    elif step.users:
         step.replace_all_uses_with(random.choice(others))
     right.graph.erase_node(step)
     return True
@@ -89,7 +105,7 @@ def keeps_topology(graph: Graph, moved: Node) -> bool:
     that stands before it needs it."""
     for user in list(moved.users):
         if user < moved:
-            if user.target not in (UNSHARD, WAIT, REDUCE_INNER, REDUCE_OUTER):
+            if user.target not in NAMING:
                 return False
             if moved in (user.args[0],):
                 return False
@@ -103,17 +119,18 @@ MUTATIONS: list[Callable[[Rewritten, Node, Random], bool]] = [drop, duplicate, s
 
 def mutants() -> Iterator[tuple[str, Rewritten]]:
     random = Random(SEED)
-    for kind, mesh_shape in KINDS:
-        names = [n.name for n in rewritten(kind, mesh_shape).graph.nodes if is_communication(n)]
+    for kind, mesh_shape, merge_below in KINDS:
+        right = rewritten(kind, mesh_shape, merge_below)
+        names = [node.name for node in right.graph.nodes if is_communication(node)]
         for name in names:
             for mutation in MUTATIONS:
                 for _ in range(4 if mutation is delay else 1):
-                    damaged = rewritten(kind, mesh_shape)
+                    damaged = rewritten(kind, mesh_shape, merge_below)
                     step = damaged.node(name)
                     what = f"{mutation.__name__} {op_name(step)}"
                     if mutation(damaged, step, random):
                         damaged.graph.lint()
-                        yield f"{what} ({name}, {kind.value}, {mesh_shape})", damaged
+                        yield f"{what} ({name}, {kind.value}, {mesh_shape}, {merge_below})", damaged
 
 
 def test_every_mutation_is_caught(capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,10 +147,12 @@ def test_every_mutation_is_caught(capsys: pytest.CaptureFixture[str]) -> None:
         counts = ", ".join(f"{count} {what}" for what, count in sorted(tried.items()))
         print(f"\n{tried.total()} mutants: {counts}")
     assert not missed, f"{len(missed)} of {tried.total()} went unnoticed:\n" + "\n".join(missed)
-    assert tried.total() > 200
+    assert tried.total() > 400
+    for op in ("gather_together", "reduce_together"):
+        assert all(tried[f"{mutation.__name__} {op}"] for mutation in MUTATIONS), op
 
 
 def test_the_graphs_that_are_damaged_are_right() -> None:
-    for kind, mesh_shape in KINDS:
-        rewritten(kind, mesh_shape).verify()
+    for kind, mesh_shape, merge_below in KINDS:
+        rewritten(kind, mesh_shape, merge_below).verify()
     assert any(n.target is RELEASE for n in rewritten(GraphKind.BACKWARD).graph.nodes)

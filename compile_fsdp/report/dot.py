@@ -13,6 +13,8 @@ from compile_fsdp.passes.steps import format_bytes
 _COLOURS = {
     "unshard": "#cfe2f7",
     "reduce_inner": "#ecd3ee",
+    "gather_together": "#cfe2f7",
+    "reduce_together": "#ecd3ee",
     "reduce_outer": "#f7ddc7",
 }
 
@@ -20,7 +22,7 @@ _WORKS_ON = {
     "wait": ("unshard",),
     "release": ("unshard",),
     "keep": ("unshard",),
-    "reduce_outer": ("reduce_inner",),
+    "reduce_outer": ("reduce_inner", "reduce_together"),
 }
 
 
@@ -62,7 +64,7 @@ def _works_on(graph: GraphExplanation, step: PlannedStep) -> PlannedStep | None:
     """The step that made what ``step`` works on."""
     makers = _WORKS_ON.get(step.op, ())
     for earlier in reversed(graph.steps[: step.number]):
-        if earlier.op in makers and earlier.group == step.group:
+        if earlier.op in makers and step.group in (earlier.group, *earlier.group.split("+")):
             return earlier
     return None
 

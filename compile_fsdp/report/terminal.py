@@ -16,11 +16,12 @@ _STYLES = (
     (r"compile_fsdp on ", "bold"),
     (r"graph \d+: |graph breaks$|recompiles$", "bold"),
     (r"(group|  +#) ", "dim"),
-    (r" +\d+  unshard ", "cyan"),
-    (r" +\d+  reduce_inner ", "magenta"),
+    (r" +\d+  (unshard|gather_together) ", "cyan"),
+    (r" +\d+  (reduce_inner|reduce_together) ", "magenta"),
     (r" +\d+  reduce_outer ", "yellow"),
     (r" +\d+  (wait|release|wait_reductions) ", "dim"),
-    (r" +\w* ?=? ?(unshard|wait|release|reduce_inner|reduce_outer|wait_reductions)\(", "cyan"),
+    (r" +\w* ?=? ?(unshard|gather_together|wait|release)\(", "cyan"),
+    (r" +\w* ?=? ?(reduce_inner|reduce_together|reduce_outer|wait_reductions)\(", "cyan"),
     (r" +# ", "green"),
 )
 
