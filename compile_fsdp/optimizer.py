@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from compile_fsdp.runtime.parameter_group import (
+    FsdpParameterGroup,
     get_containing_parameter_group,
     sync_model_weights_from_main_weights,
 )
@@ -111,11 +112,14 @@ class _StepHooks:
 
     @staticmethod
     def mark_synced(optimizer: torch.optim.Optimizer) -> None:
-        """Tell the groups that this optimizer refreshes their model weights."""
+        """Tell the groups which parameters' steps refresh their model weights."""
+        groups: dict[FsdpParameterGroup, list[torch.Tensor]] = {}
         for parameter in _parameters(optimizer):
             group = get_containing_parameter_group(parameter)
             if group is not None:
-                group.syncs_with_optimizer = True
+                groups.setdefault(group, []).append(parameter)
+        for group, parameters in groups.items():
+            group.refreshed_by_steps(parameters)
 
     def before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -11,7 +11,7 @@ it through the same few methods::
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -119,9 +119,10 @@ class FsdpParameterGroup(GroupUnsharding):
         self.grad_comm_dtype = precision.grad_comm_dtype
         self._withheld: DBuffer | None = None
         self.context = GroupContext(self.device)
-        # Set by fully_shard_optimizer: a step refreshes the model weight. Otherwise every backward
-        # may be followed by a step that nobody tells us of.
+        # Whether a step refreshes the model weight (see `refreshed_by_steps`). Otherwise every
+        # backward may be followed by a step that nobody tells us of.
         self.syncs_with_optimizer = False
+        self._refreshed_by_steps: set[torch.Tensor] = set()
 
         model_weight_placements, main_grad_placements, main_weight_placements = legal_placements(
             mesh, model_weight_placements, main_grad_placements, main_weight_placements
@@ -157,9 +158,9 @@ class FsdpParameterGroup(GroupUnsharding):
             self.dtype if frozen else precision.main_params_dtype,
             self.device,
         )
-        self._unsharding = Unsharding(self._weights)
         self.flat_leaf = nn.Parameter(self.model_weight.local, requires_grad=first.requires_grad)
         self.parameters = bind_parameters(self, originals, self._weights)
+        self._unsharding = Unsharding(self._weights, [each.sharded for each in self.parameters])
         self._trainability = Trainability(self.parameters)
         self._gradient = self._create_gradient() if self.requires_grad else None
 
@@ -469,6 +470,13 @@ class FsdpParameterGroup(GroupUnsharding):
             parameter.unsharded.grad = None
         self.flat_leaf.grad = None
         self._withheld = None
+
+    def refreshed_by_steps(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Steps that write these sharded ``parameters`` refresh the model weight. Other optimizers
+        may have the group's other parameters, and tell us nothing."""
+        self._refreshed_by_steps.update(parameters)
+        others = {each.sharded for each in self.parameters} - self._refreshed_by_steps
+        self.syncs_with_optimizer = not any(each.requires_grad for each in others)
 
     def expect_step(self) -> None:
         """An optimizer that tells us nothing may have stepped: it writes every parameter that has

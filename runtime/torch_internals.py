@@ -44,6 +44,16 @@ def will_accumulate(leaf: torch.Tensor) -> bool:
     return torch._C._will_engine_execute_node(node)
 
 
+def writes_of(tensors: Sequence[torch.Tensor]) -> int:
+    """How often ``tensors`` or views of them were written in place, as far as autograd counts.
+
+    A DTensor has a count of its own besides its local tensor's, which is equal on all ranks, also
+    on one that has no rows of it. ``_foreach`` and fused operators and ``.data`` do not count.
+    Autograd's count has no public name. Inference tensors have none.
+    """
+    return sum([0 if tensor.is_inference() else tensor._version for tensor in tensors])
+
+
 def is_profiling() -> bool:
     """Whether ``torch.profiler`` (or ``emit_nvtx``) records on this thread.
 

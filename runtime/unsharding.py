@@ -12,11 +12,12 @@ counts them, and the last one releases.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 
 import torch
 
 from .streams import Event, Lane
-from .torch_internals import in_backward
+from .torch_internals import in_backward, writes_of
 from .weights import GroupWeights
 
 
@@ -33,6 +34,8 @@ class Unsharding:
 
     Attributes:
         weights: the buffers.
+        sharded: the parameters over the main weight. What writes one of them and is counted (a
+            user's ``parameter.mul_()``) is synced by the next unshard.
         holders: how many hold the full parameters; a prefetch alone does not.
         is_unsharded: whether they have storage (a gather may still be in flight).
         kept: a forward left them, held by nobody, for its backward. Only an unshard inside a
@@ -42,13 +45,15 @@ class Unsharding:
         always_refreshes: so it may before every forward (an average that is updated by hand).
     """
 
-    def __init__(self, weights: GroupWeights) -> None:
+    def __init__(self, weights: GroupWeights, sharded: Sequence[torch.Tensor]) -> None:
         self.weights = weights
+        self.sharded = tuple(sharded)
         self.holders = 0
         self.is_unsharded = not weights.gathers
         self.kept = False
         self.maybe_stepped = True
         self.always_refreshes = False
+        self._synced_writes = 0
         self._full_outdated = False
         self._ready: Event | None = None
         self._ready_for: dict[Phase, Event] = {}
@@ -61,12 +66,14 @@ class Unsharding:
         with torch.inference_mode(False), torch.no_grad():
             self.weights.follow_main()
         self.maybe_stepped = False
+        self._synced_writes = writes_of(self.sharded)
         self._full_outdated = True
 
     def _refresh(self, lane: Lane, label: str) -> bool:
         """Bring the model weight up to date; True if ``lane`` is still writing it."""
         idle = self.holders == 0 and not (self.weights.gathers and self.is_unsharded)
-        if self.maybe_stepped or (self.always_refreshes and idle and not in_backward()):
+        due = self.always_refreshes and idle and not in_backward()
+        if self.maybe_stepped or due or writes_of(self.sharded) != self._synced_writes:
             if self.kept:
                 self.release(lane)
             self.sync()
