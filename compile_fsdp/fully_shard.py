@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Placement, Replicate
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from compile_fsdp.runtime.agreement import agreement_of
 from compile_fsdp.runtime.mixed_precision import MixedPrecisionPolicy
@@ -75,9 +75,9 @@ def fully_shard(
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: ``module`` is sharded already and nothing below it is new, has no parameters
-            at all, one of its parameters is owned by another FSDP module or is on another device
-            type than the mesh, or the placements do not fit the mesh. The module is then exactly
-            as before.
+            at all, one of its parameters is owned by another FSDP module, is lazy, sparse or a
+            DTensor, or is on another device type than the mesh, or the placements do not fit the
+            mesh. The module is then exactly as before.
         NotImplementedError: a feature of the signature that is not available yet.
     """
     _check_types(module, mesh, placements, mixed_precision_policy)
@@ -87,6 +87,7 @@ def fully_shard(
     dp_mesh = _data_parallel_mesh(mesh, placements)
     owned = _owned_parameters(module)
     _check_not_sharded(module, owned)
+    _check_kinds(owned)
     _check_devices(owned, mesh)
 
     before = {parameter: (parameter.data, dict(parameter.__dict__)) for parameter in owned.values()}
@@ -128,6 +129,7 @@ def microbatch(module: nn.Module, is_last: bool) -> Iterator[None]:
         is_last: True for the microbatch after which the optimizer steps.
 
     Raises:
+        TypeError: ``module`` is not a module.
         ValueError: no module at or below ``module`` is sharded.
     """
     contexts = _contexts(module, "microbatch")
@@ -168,8 +170,11 @@ def _contexts(module: nn.Module, caller: str) -> list[FsdpContext]:
     """The contexts at and below ``module``, each once, in order.
 
     Raises:
+        TypeError: ``module`` is not a module.
         ValueError: there is none.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{caller}: module must be a Module, got {type(module).__name__}")
     contexts = list({unit.context: None for _, unit in units_of(module)})
     if not contexts:
         raise ValueError(
@@ -306,6 +311,22 @@ def _collect(
             children[prefix + name] = child
         else:
             _collect(child, f"{prefix}{name}.", owned, children, seen)
+
+
+def _check_kinds(owned: Mapping[str, nn.Parameter]) -> None:
+    tensors: Mapping[str, torch.Tensor] = owned
+    for fqn, parameter in tensors.items():
+        if isinstance(parameter, nn.UninitializedParameter):
+            found, way_out = "has no shape yet", "run a forward of the lazy module first"
+        elif isinstance(parameter, DTensor):
+            found, way_out = "is a DTensor", "shard the plain module: tensors have one owner"
+        elif parameter.layout is not torch.strided:
+            found, way_out = f"has the layout {parameter.layout}", "make it dense (to_dense())"
+        else:
+            continue
+        raise ValueError(
+            f"fully_shard: parameter {fqn!r} {found}: expected a dense, plain tensor; {way_out}"
+        )
 
 
 def _check_devices(owned: Mapping[str, nn.Parameter], mesh: DeviceMesh) -> None:

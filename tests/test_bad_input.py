@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from compile_fsdp import (
     BlockAtomic,
@@ -228,3 +228,24 @@ def test_packed_and_padded_are_what_is_asked_for() -> None:
         (group,) = sharded.fsdp_parameter_groups
         segments = [group.layout.segment(rank) for rank in range(2)]
         assert len({stop - start for start, stop in segments}) == sizes
+
+
+@distributed(2)
+def test_parameters_that_are_no_dense_plain_tensors() -> None:
+    mesh = cpu_mesh()
+    weight = torch.ones(4, 4)
+    replicated = DTensor.from_local(weight, mesh, [R])
+    for value, reason in (
+        (nn.UninitializedParameter(), "has no shape yet.*run a forward"),
+        (nn.Parameter(replicated), "is a DTensor.*shard the plain module"),
+        (nn.Parameter(weight.to_sparse()), "has the layout torch.sparse_coo.*make it dense"),
+    ):
+        whole = model()
+        whole[1].weight = value
+        before = dict(whole.named_parameters())
+        with pytest.raises(ValueError, match=f"parameter '1.weight' {reason}"):
+            fully_shard(whole, mesh)
+        assert type(whole) is nn.Sequential
+        assert all(each is before[name] for name, each in whole.named_parameters())
+    with pytest.raises(TypeError, match="microbatch: module must be a Module, got int"):
+        microbatch(3, True).__enter__()  # type: ignore[arg-type]
