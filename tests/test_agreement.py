@@ -20,7 +20,16 @@ from compile_fsdp import fully_shard, microbatch, zero_missing_gradients
 from compile_fsdp.runtime.agreement import TIMEOUT_VARIABLE, Agreement, agreement_of
 from tests.distributed import RankFailure, distributed, run
 from tests.models import WIDTH, Block, LanguageModel, language_batches
-from tests.training import adamw, assert_close, cpu_mesh, drive, local_batch, shard_blocks, train
+from tests.training import (
+    adamw,
+    assert_close,
+    assert_same,
+    cpu_mesh,
+    drive,
+    local_batch,
+    shard_blocks,
+    train,
+)
 
 DRIVERS = pytest.mark.parametrize("driver", ["eager", "aot_eager"])
 
@@ -225,6 +234,42 @@ def test_sequence_lengths_that_differ_between_ranks(driver: str) -> None:
         call(*batch).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+@distributed(2)
+def test_training_on_other_lengths_on_each_rank_gives_the_same_bits_compiled() -> None:
+    """Case 25. The ranks' graphs have other shapes, and plan the same communication."""
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(rank)
+    batches = [
+        tuple(torch.randint(31, (2, length), generator=generator) for _ in range(2))
+        for length in ((5, 17) if rank else (40, 40))
+    ]
+    model = LanguageModel()
+    runs = []
+    for driver in ("eager", "aot_eager"):
+        sharded = shard_blocks(copy.deepcopy(model))
+        call = drive(sharded, driver)
+        given = iter(batches)
+        step = lambda *_, call=call, given=given: call(*next(given))  # noqa: E731
+        runs.append(train(sharded, language_batches(2, 2), call=step))
+    assert_same(*runs)
+
+
+def keep_by_own_shapes() -> str:
+    model = shard_blocks(LanguageModel(blocks=3))
+    call = drive(model, "aot_eager", memory_budget="128KiB")
+    with patience(100):  # nobody waits for that
+        batch = torch.randint(31, (2, 2, 1000 if dist.get_rank() else 4))
+        return what_it_says(lambda: call(*batch).backward())
+
+
+def test_a_budget_in_bytes_and_shapes_that_differ() -> None:
+    """Case 25, in the one mode where a rank's own shapes decide: what it keeps unsharded is not
+    gathered again, so the ranks' communication differs, and they say so."""
+    for message in run(2, keep_by_own_shapes):
+        assert "ranks 0 and 1 differ" in message
+        assert "all_gather of 'blocks." in message
 
 
 @DRIVERS
