@@ -79,9 +79,7 @@ def test_kept_groups_are_gathered_once_a_step(options: dict[str, Any], once: set
     assert resting(sharded)
 
 
-@pytest.mark.parametrize(
-    "inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @distributed(2)
 def test_keeping_changes_no_bit(inner: str) -> None:
     """Over three optimizer steps: a kept buffer that outlived a step would show."""
