@@ -60,7 +60,7 @@ def explain_language_model() -> Explanation:
     return compile_fsdp.explain(compiled(sharded_language_model()), *batch())
 
 
-def explain_hsdp() -> Explanation:
+def explain_hsdp(**options: Any) -> Explanation:
     """The same on a mesh of two axes, gradients reduced over both."""
     torch.manual_seed(3)
     ranks = dist.get_world_size()
@@ -69,4 +69,4 @@ def explain_hsdp() -> Explanation:
     for block in model.blocks:
         fully_shard(block, mesh)
     fully_shard(model, mesh)
-    return compile_fsdp.explain(compiled(model), *batch())
+    return compile_fsdp.explain(compiled(model, **options), *batch())

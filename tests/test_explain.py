@@ -61,6 +61,27 @@ def test_the_collectives_of_a_mesh_with_two_axes() -> None:
         assert total.bytes == sum(group.gather_bytes for group in explanation.groups)
 
 
+def test_groups_that_are_gathered_and_reduced_together() -> None:
+    with fake_world(4):
+        explanation = explain_hsdp(merge_below="1MiB")
+    together = "blocks.1+blocks.0+root"
+    backward = explanation.graphs[1]
+    counts = [(total.lane, total.axis, total.count) for total in backward.collectives]
+    assert counts == [
+        ("gather", "shard", 1),
+        ("reduce_inner", "shard", 1),
+        ("reduce_outer", "replicate", 3),
+    ]
+    (step,) = [step for step in backward.steps if step.op == "reduce_together"]
+    assert step.group == together and step.axis == "shard"
+    assert step.bytes == sum(group.reduce_bytes for group in explanation.groups)
+    assert set(step.fqns) == {"=".join(n) for group in explanation.groups for n in group.fqns}
+    assert [span.label for span in backward.spans if span.lane == "reduce_inner"] == [together]
+    assert "token_together = reduce_together(0: " in backward.communication
+    assert "reduce_together" in explanation.to_json()
+    assert f"s{step.number} -> s{step.number + 1} [style=dotted]" in explanation.to_dot(1)
+
+
 # What a model does not notice ------------------------------------------------------------------
 
 

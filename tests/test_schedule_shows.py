@@ -259,6 +259,13 @@ def test_packed_gradients_live_until_the_next_but_one() -> None:
     assert memory.gradients == tuple(8 * KIB * n for n in (0, 0, 1, 2, 3, 2))
 
 
+def test_gradients_that_wait_to_be_reduced_with_others_are_live() -> None:
+    small = [replace(group(label), reduces_with="float32 0") for label in ("a", "b", "c")]
+    text = "tangents input\nd_c is c.0'\nd_b is b.0'\nd_a is a.0'\nd_x"
+    memory = schedule(GraphKind.BACKWARD, text, *small, merge_below=24 * KIB).memory
+    assert memory.gradients == tuple(8 * KIB * n for n in (0, 0, 1, 2, 3, 3))
+
+
 # Size -------------------------------------------------------------------------------------------
 
 
