@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
+from compile_fsdp.passes.costs import CostModel
 from compile_fsdp.passes.facts import GraphFacts, GraphKind
 from compile_fsdp.passes.steps import (
     GatherTogether,
@@ -58,9 +60,10 @@ def explanation_of(
     for compilation, count in calls.items():
         own = {group.name: group for group in compilation.groups}
         groups.update(own)
+        origin = GraphOrigin(compilation.policy.costs, compilation.compile_id, compilation.where)
         for rewritten in compilation.graphs:
             number = len(graphs)
-            graphs.append(_graph_explanation(number, compilation, rewritten, own, count))
+            graphs.append(graph_explanation(number, origin, rewritten, own, count))
     return Explanation(
         torch_version=torch.__version__,
         world_size=_world_size(groups),
@@ -121,26 +124,42 @@ def _notes(calls: Mapping[Compilation, int]) -> Iterator[str]:
             )
 
 
-def _graph_explanation(
+@dataclass(frozen=True)
+class GraphOrigin:
+    """Where a graph comes from.
+
+    Attributes:
+        costs: the cost model that its times are of.
+        compile_id: Dynamo's name for the compilation.
+        where: the user's line that it starts with.
+    """
+
+    costs: CostModel
+    compile_id: str
+    where: str
+
+
+def graph_explanation(
     number: int,
-    compilation: Compilation,
+    origin: GraphOrigin,
     rewritten: RewrittenGraph,
     groups: Groups,
     calls: int,
 ) -> GraphExplanation:
+    """One graph; ``groups`` by name, ``calls`` as in `GraphExplanation`."""
     schedule = rewritten.schedule
-    costs = compilation.policy.costs
+    costs = origin.costs
     spans = spans_of(schedule, groups, costs)
     return GraphExplanation(
         number=number,
         kind=rewritten.kind.value,
-        compile_id=compilation.compile_id,
-        where=compilation.where,
+        compile_id=origin.compile_id,
+        where=origin.where,
         calls=0 if rewritten.kind is GraphKind.BACKWARD else calls,
         schedule=str(schedule),
         steps=tuple(_steps(schedule, groups)),
         spans=spans,
-        collectives=_collectives(schedule, groups),
+        collectives=collective_totals(schedule, groups),
         memory=memory_points(schedule, costs),
         decisions=tuple(
             Decision(groups[name].label, reason) for name, reason in schedule.reasons.items()
@@ -218,7 +237,8 @@ def _read_between(facts: GraphFacts, groups: Groups, start: int, end: int) -> tu
     )
 
 
-def _collectives(schedule: Schedule, groups: Groups) -> tuple[CollectiveTotal, ...]:
+def collective_totals(schedule: Schedule, groups: Groups) -> tuple[CollectiveTotal, ...]:
+    """All collectives of a schedule, by kind and axis."""
     totals: dict[tuple[str, str, str], tuple[int, int]] = {}
     for step in schedule.steps:
         size = bytes_of(step, groups)

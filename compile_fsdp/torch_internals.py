@@ -173,3 +173,46 @@ def compiling_aside() -> Iterator[dict[str, Any]]:
         finally:
             sizes.clear()
             sizes.update(before)
+
+
+def init_fake_process_group(ranks: int) -> None:
+    """A process group of ``ranks`` in which this process is rank 0 and collectives do nothing.
+
+    The backend "fake" is registered, and its store is found, by this import only.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+
+
+def init_own_process_group() -> None:
+    """A gloo process group of this process alone; the store in memory has no exported name."""
+    from torch._C._distributed_c10d import HashStore
+
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+
+
+@contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Tensors made inside have shapes and no memory; Dynamo takes them as they are.
+
+    Public modules have no fake tensors, and meta tensors would be another device, for which
+    attention picks another kernel.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield
+
+
+def graph_break_errors() -> tuple[type[Exception], ...]:
+    """What ``torch.compile(fullgraph=True)`` raises where the model breaks its graph."""
+    from torch._dynamo import exc
+
+    return (exc.Unsupported, exc.UserError, exc.TorchRuntimeError)
+
+
+def place_of(error: BaseException) -> traceback.FrameSummary | None:
+    """The user's line at which Dynamo gave up; only its own errors know it."""
+    stack = getattr(error, "real_stack", None)
+    return stack[-1] if stack else None

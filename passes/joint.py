@@ -50,7 +50,7 @@ def decide_keeping(
     """
     if not parameters or not has_tangents(graph):
         return
-    joint = _joint_facts(graph, parameters, whole_model=whole_model)
+    joint = joint_facts(graph, parameters, whole_model=whole_model)
     keeping = choose(joint, group_facts(groups), policy)
     if keeping.over_budget:
         log.warning(
@@ -77,7 +77,8 @@ def keeping_noted(graph: Graph) -> Keeping:
     return Keeping()
 
 
-def _joint_facts(graph: Graph, parameters: Mapping[Node, str], *, whole_model: bool) -> JointFacts:
+def joint_facts(graph: Graph, parameters: Mapping[Node, str], *, whole_model: bool) -> JointFacts:
+    """What `keep.choose` wants to know of a joint graph; arguments as of `decide_keeping`."""
     nodes = list(graph.nodes)
     position = {node: number for number, node in enumerate(nodes)}
     backward: dict[Node, None] = {}

@@ -88,6 +88,14 @@ def aot_autograd_compile(
     return compiled
 
 
+def inductor_decompositions() -> Mapping[Any, Callable[..., Any]]:
+    """The table by which Inductor has operators written out before its own passes; no public
+    name makes it."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return cast(Mapping[Any, Callable[..., Any]], select_decomp_table())
+
+
 def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     """Mark ``run`` as taking one list of arguments, which it may clear while it runs.
 

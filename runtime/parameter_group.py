@@ -42,7 +42,7 @@ from .parameter import (
 )
 from .placement import ShardLayout, is_sharded, strictest_shard
 from .profiling import profiled
-from .torch_internals import in_backward, will_accumulate
+from .torch_internals import in_backward, ranks_of, will_accumulate
 from .trainability import Trainability
 from .unsharding import Phase, Unsharding
 from .weights import GroupWeights, shard_count
@@ -112,7 +112,7 @@ class FsdpParameterGroup(GroupUnsharding):
         precision = mixed_precision_policy.resolve(first.dtype)
         self.mesh = mesh
         # Not read from the mesh later: tracing knows no values of tensors.
-        self.ranks = tuple(mesh.mesh.flatten().tolist())
+        self.ranks = ranks_of(mesh)
         self.device = mesh_device(mesh)
         self.grad_scale = grad_scale
         self.dtype = first.dtype

@@ -82,7 +82,9 @@ class GroupWeights:
             )
         # The same memory, but a storage of its own: the op ``unshard`` must not return what
         # autograd and compilers would recognise as its input.
-        local = from_dlpack(self.model.local)
+        # A fake tensor has no memory that could be shared.
+        local = self.model.local
+        local = from_dlpack(local) if type(local) is torch.Tensor else torch.empty_like(local)
         return DBuffer.from_local(local, mesh, replicated, shapes, layout=layout)
 
     def separate_main(self, placements: Sequence[Placement], dtype: torch.dtype) -> bool:

@@ -45,6 +45,8 @@ def library_sources() -> list[Source]:
     folders = {
         ROOT / "compile_fsdp": PACKAGE,
         ROOT / "compile_fsdp" / "report": f"{PACKAGE}.report",
+        ROOT / "compile_fsdp" / "planning": f"{PACKAGE}.planning",
+        ROOT / "compile_fsdp" / "cli": f"{PACKAGE}.cli",
         ROOT / "passes": f"{PACKAGE}.passes",
         ROOT / "runtime": f"{PACKAGE}.runtime",
     }

@@ -1,0 +1,1 @@
+"""The command line: ``python -m compile_fsdp plan TARGET`` and ``... explain TARGET``."""
