@@ -1,0 +1,276 @@
+"""Plans of small transformers beside what two gloo ranks really do.
+
+    python benchmarks/plan_against_truth.py [--json FILE] [--only latency]
+
+For each workload the plan is made on shapes alone and the same step is run on two processes: the
+order of all steps and the bytes of every collective must be equal, and the peak of live bytes
+within 5 %. Exit status 1 where they are not.
+
+Live bytes are counted from the allocator's own records. Gloo has no reduce-scatter, so the runtime
+makes one of an all-to-all, whose receiving buffer no plan for a real cluster has; for this comparison
+the plan is given one, as large as the packed gradients that are being reduced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.profiler import ProfilerActivity, profile
+
+from compile_fsdp.passes.costs import cost_model
+from compile_fsdp.passes.memory import filled
+from compile_fsdp.passes.policy import Policy
+from compile_fsdp.passes.steps import ReduceInner, Schedule, format_bytes
+from compile_fsdp.planning.capture import capture_step
+from compile_fsdp.planning.communication import traffic
+from compile_fsdp.planning.predict import Prediction, predict
+from compile_fsdp.planning.sharding import Sharding, shard
+from compile_fsdp.planning.workload import Built, Workload
+from compile_fsdp.planning.world import parse_mesh
+from compile_fsdp.runtime import collectives
+from compile_fsdp.runtime.ops import recorded_steps
+
+RANKS = 2
+VOCABULARY = 1024
+TOLERANCE = 0.05
+
+Order = list[tuple[str, tuple[str, ...]]]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a workload: a pre-norm transformer, MLP ratio 4, fp32."""
+
+    width: int
+    blocks: int
+    batch: int
+    length: int
+
+
+SHAPES: Mapping[str, Shape] = {
+    "latency": Shape(128, 24, 1, 16),
+    "comm": Shape(256, 8, 2, 64),
+    "compute": Shape(512, 4, 4, 128),
+}
+
+
+class Block(nn.Module):
+    """Attention and MLP with residuals."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.heads = max(width // 64, 1)
+        self.before = nn.LayerNorm(width)
+        self.mixed = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.between = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        parts = self.mixed(self.before(x)).view(batch, length, 3, self.heads, -1)
+        query, key, value = parts.permute(2, 0, 3, 1, 4).unbind(0)
+        seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(seen.transpose(1, 2).reshape(batch, length, width))
+        hidden = F.gelu(self.up(self.between(x)))
+        return x + self.down(hidden)
+
+
+class Transformer(nn.Module):
+    """Embedding, blocks, head, cross-entropy."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, shape.width)
+        self.blocks = nn.ModuleList(Block(shape.width) for _ in range(shape.blocks))
+        self.norm = nn.LayerNorm(shape.width)
+        self.head = nn.Linear(shape.width, VOCABULARY, bias=False)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+def workload(name: str, shape: Shape) -> Workload:
+    """``shape`` as something to plan."""
+
+    def build(_: DeviceMesh) -> Built:
+        tokens = torch.zeros(shape.batch, shape.length, dtype=torch.long)
+        return Built(Transformer(shape), (tokens, tokens.clone()))
+
+    return Workload(name, build)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One step, planned or run.
+
+    Attributes:
+        order: every step with its groups.
+        bytes: of the full buffers of all collectives, by kind.
+        peak: most live bytes beyond weights and gradients.
+    """
+
+    order: Order
+    bytes: dict[str, int]
+    peak: int
+
+
+def planned(name: str, shape: Shape) -> tuple[Outcome, Prediction]:
+    """What a plan says."""
+    how = Sharding("zero3")
+    captured = capture_step(workload(name, shape), parse_mesh(str(RANKS)), how, decompose=False)
+    prediction = predict(captured, Policy(costs=cost_model("cpu")))
+    order = [
+        (step.op, tuple(map(below_root, step.names)))
+        for schedule in prediction.schedules
+        for step in schedule.steps
+    ]
+    totals: dict[str, int] = {}
+    for each in traffic(prediction):
+        totals[each.kind] = totals.get(each.kind, 0) + each.bytes
+    peak = max(map(peak_with_receiving, prediction.schedules))
+    return Outcome(order, totals, peak), prediction
+
+
+def peak_with_receiving(schedule: Schedule) -> int:
+    """The peak of a graph in which each reduction has a receiving buffer until the next begins."""
+    reductions = [step for step in schedule.steps if isinstance(step, ReduceInner)]
+    size = len(schedule.facts.names)
+    ends = [*(step.anchor for step in reductions[1:]), size]
+    receiving = [
+        (step.anchor, end, schedule.groups[step.group].reduce_bytes)
+        for step, end in zip(reductions, ends, strict=False)
+    ]
+    rows = zip(schedule.memory.live, filled(size, receiving), strict=True)
+    return max(sum(row) for row in rows)
+
+
+def truth(name: str, shape: Shape) -> Outcome:
+    """What this rank does, one of `RANKS` of a gloo process group."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_inner",))
+    built = workload(name, shape).build(mesh)
+    shard(built, mesh, Sharding("zero3"))
+    compiled: Any = torch.compile(
+        built.model, backend="compile_fsdp", options={"inner": "aot_eager"}
+    )
+    # Compiles, and leaves gradients: their memory is not the step's.
+    compiled(*built.args).backward()
+    compiled(*built.args).backward()
+    with recorded_steps() as steps, collectives.recorded() as records:
+        compiled(*built.args).backward()
+    peak = live_bytes(lambda: compiled(*built.args).backward())
+    totals: dict[str, int] = {}
+    for record in records:
+        totals[record.kind] = totals.get(record.kind, 0) + record.bytes
+    order = [(step.op, tuple(map(below_root, _names(step.group)))) for step in steps]
+    return Outcome(order, totals, peak)
+
+
+def _names(group: str | list[str]) -> list[str]:
+    return [group] if isinstance(group, str) else group
+
+
+def below_root(name: str) -> str:
+    """A group's name without the number of its root, which counts what a process has sharded."""
+    return name.partition("/")[2]
+
+
+def live_bytes(step: Callable[[], object]) -> int:
+    """The most bytes that ``step`` has allocated and not freed."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        with profile(
+            activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=False
+        ) as watched:
+            step()
+        watched.export_chrome_trace(str(path))
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    changes = sorted(
+        (event["ts"], event["args"]["Bytes"]) for event in events if event["name"] == "[memory]"
+    )
+    live = peak = 0
+    for _, change in changes:
+        live += change
+        peak = max(peak, live)
+    return peak
+
+
+def differences(plan: Outcome, run: Outcome) -> list[str]:
+    """What the plan got wrong."""
+    found = []
+    if plan.order != run.order:
+        pairs = zip(plan.order, run.order, strict=False)
+        first = next((n for n, (a, b) in enumerate(pairs) if a != b), "the shorter one's end")
+        found.append(f"the order differs from step {first} on")
+    if plan.bytes != run.bytes:
+        found.append(f"collectives move {run.bytes}, planned {plan.bytes}")
+    if abs(plan.peak / run.peak - 1) > TOLERANCE:
+        found.append(
+            f"live bytes: {format_bytes(run.peak)}, planned {format_bytes(plan.peak)} "
+            f"({plan.peak / run.peak - 1:+.1%})"
+        )
+    return found
+
+
+def _rank(rank: int, port: int, name: str, folder: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
+    outcome = truth(name, SHAPES[name])
+    Path(folder, f"{rank}.json").write_text(json.dumps(asdict(outcome)), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+def _run(name: str) -> Outcome:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = store.port
+    del store
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(_rank, (port, name, folder), nprocs=RANKS)
+        data = json.loads(Path(folder, "0.json").read_text(encoding="utf-8"))
+    order = [(op, tuple(groups)) for op, groups in data.pop("order")]
+    return Outcome(order=order, **data)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", choices=tuple(SHAPES), action="append")
+    parser.add_argument("--json", metavar="FILE")
+    given = parser.parse_args()
+    rows = {}
+    for name in given.only or SHAPES:
+        plan, _ = planned(name, SHAPES[name])
+        run = _run(name)
+        wrong = differences(plan, run)
+        print(
+            f"{name}: {len(run.order)} steps, {format_bytes(sum(run.bytes.values()))} moved, peak "
+            f"{format_bytes(run.peak)}, planned {format_bytes(plan.peak)} "
+            f"({plan.peak / run.peak - 1:+.1%}): {'; '.join(wrong) or 'as planned'}",
+            flush=True,
+        )
+        rows[name] = {"planned": asdict(plan), "run": asdict(run), "differences": wrong}
+    if given.json:
+        Path(given.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    return 1 if any(row["differences"] for row in rows.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
