@@ -7,15 +7,17 @@ order of all steps and the bytes of every collective must be equal, and the peak
 within 5 %. Exit status 1 where they are not.
 
 Live bytes are counted from the allocator's own records. Gloo has no reduce-scatter, so the runtime
-makes one of an all-to-all, whose receiving buffer no plan for a real cluster has; for this comparison
-the plan is given one, as large as the packed gradients that are being reduced.
+makes one of an all-to-all, whose receiving buffer no plan for a real cluster has; here the plan is
+given one, as large as the packed gradients that are being reduced.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
+import socket
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -25,7 +27,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -88,7 +89,8 @@ class Block(nn.Module):
         seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(seen.transpose(1, 2).reshape(batch, length, width))
         hidden = F.gelu(self.up(self.between(x)))
-        return x + self.down(hidden)
+        result: torch.Tensor = x + self.down(hidden)
+        return result
 
 
 class Transformer(nn.Module):
@@ -240,11 +242,16 @@ def _rank(rank: int, port: int, name: str, folder: str) -> None:
 
 
 def _run(name: str) -> Outcome:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port = store.port
-    del store
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(_rank, (port, name, folder), nprocs=RANKS)
+        processes = [context.Process(target=_rank, args=(n, port, name, folder)) for n in range(2)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
         data = json.loads(Path(folder, "0.json").read_text(encoding="utf-8"))
     order = [(op, tuple(groups)) for op, groups in data.pop("order")]
     return Outcome(order=order, **data)

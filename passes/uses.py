@@ -89,7 +89,9 @@ def find_uses(graph: Graph, groups: Mapping[str, GroupInfo], kind: GraphKind) ->
         parameters=tuple(sorted(parameters, key=lambda use: use.first)),
         gradients=tuple(gradients),
         gradient_outputs=tuple(total.output for total in sums if not total.rest),
-        nodes=node_facts(nodes, held_inputs(nodes, kind)),
+        nodes=node_facts(
+            nodes, held_inputs(nodes, kind), until=_waiting(gradients, gradients_by_parameter(sums))
+        ),
         kept=_kept_groups(trees, kind),
     )
     return GraphUses(
@@ -156,6 +158,16 @@ def _state_bytes(info: GroupInfo) -> int:
     ranks = info.mesh_shape[-1] if info.gathers else 1
     gradient = info.grad_comm_dtype.itemsize if info.requires_grad else 0
     return -(-info.full_numel // ranks) * (info.dtype.itemsize + gradient)
+
+
+def _waiting(
+    uses: Sequence[GradientUse], nodes: Mapping[ParameterKey, tuple[Node, ...]]
+) -> dict[Node, int]:
+    """Until when each gradient waits to be packed: for the last one of its group."""
+    last: dict[str, int] = {}
+    for use in uses:
+        last[use.group] = max(last.get(use.group, 0), use.position)
+    return {node: last[group] for (group, _), each in nodes.items() for node in each}
 
 
 def _kept_groups(trees: Sequence[AliasTree], kind: GraphKind) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from .aliases import is_view_of
 from .facts import NodeFacts
-from .targets import is_gradient_marker, is_marker
+from .targets import ADD, is_call, is_gradient_marker, is_marker
 from .torch_internals import hinted_size
 
 _RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
@@ -28,7 +28,10 @@ _SAME_FORMULA = {
 
 
 def node_facts(
-    nodes: Sequence[Node], held: Mapping[Node, None], backward: Mapping[Node, None] | None = None
+    nodes: Sequence[Node],
+    held: Mapping[Node, None],
+    backward: Mapping[Node, None] | None = None,
+    until: Mapping[Node, int] | None = None,
 ) -> tuple[NodeFacts, ...]:
     """The costs of ``nodes``, a whole graph in order.
 
@@ -38,12 +41,17 @@ def node_facts(
             shards, and the user's own tensors in a forward graph. They count for nothing.
         backward: in a joint graph, the nodes that compute gradients. What activation checkpointing
             drops does not live on for those.
+        until: positions up to which results live on although no node reads them then: gradients
+            wait for the last one of their group.
 
-    Markers of parameters and of gradients cost nothing: the schedule accounts for their memory.
+    Markers of parameters and of gradients cost nothing, nor do sums of the latter, which stand for
+    the gradient of a flat shard: the schedule accounts for their memory.
     """
     memory = _Memory(held, backward or {})
     for position, node in enumerate(nodes):
         memory.visit(node, position)
+    for node, position in (until or {}).items():
+        memory.keep(node, position)
     return tuple(
         NodeFacts(
             allocates=memory.allocates[position],
@@ -73,6 +81,7 @@ class _Memory:
         self.computes: list[bool] = []
         self._owners: dict[Node, tuple[int, ...]] = {}
         self._dropped: dict[int, None] = {}
+        self._never_computed: dict[Node, None] = {}
 
     def visit(self, node: Node, position: int) -> None:
         for argument in node.all_input_nodes:
@@ -80,7 +89,9 @@ class _Memory:
                 if not (owner in self._dropped and node in self.backward):
                     self.last[owner] = position
         viewed = [argument for argument in node.all_input_nodes if is_view_of(node, argument)]
-        free = node in self.held or is_marker(node) or is_gradient_marker(node)
+        if is_gradient_marker(node) or self._adds_up_markers(node):
+            self._never_computed[node] = None
+        free = node in self.held or is_marker(node) or node in self._never_computed
         tensors = [] if free else list(_tensors(node))
         if viewed:
             owners = [owner for argument in viewed for owner in self._owners.get(argument, ())]
@@ -92,6 +103,16 @@ class _Memory:
                 self._dropped[position] = None
             self.allocates.append(sum(_bytes(tensor) for tensor in tensors))
         self.computes.append(node.op == "call_function" and not viewed and not free)
+
+    def keep(self, node: Node, until: int) -> None:
+        """What ``node`` holds lives at least until a position."""
+        for owner in self._owners.get(node, ()):
+            self.last[owner] = max(self.last.get(owner, owner), until)
+
+    def _adds_up_markers(self, node: Node) -> bool:
+        """Whether ``node`` is a sum that autograd makes of gradient markers (see `gradients`)."""
+        added = node.all_input_nodes
+        return is_call(node, ADD) and all(each in self._never_computed for each in added)
 
 
 def _tensors(node: Node) -> Iterator[torch.Tensor]:

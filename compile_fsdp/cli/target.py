@@ -74,7 +74,11 @@ def _function(target: str, sizes: Sizes) -> Workload:
         ) from error
     function = getattr(module, name, None)
     if not callable(function):
-        public = [each for each, value in vars(module).items() if inspect.isfunction(value)]
+        public = [
+            each
+            for each, value in vars(module).items()
+            if inspect.isfunction(value) and value.__module__ == module_name
+        ]
         known = ", ".join(public[:8]) or "none"
         raise PlanError(
             f"TARGET {target!r}: {module_name!r} has no function {name!r}; functions: {known}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -148,7 +149,8 @@ def _trace(built: Built, decompose: bool) -> tuple[StepFacts, list[str]]:
 
         return stop
 
-    with compiling_aside() as aside, _explained():
+    # Fake tensors have warnings of their own, about what their users do not do.
+    with compiling_aside() as aside, _explained(), warnings.catch_warnings(action="ignore"):
         torch.compiler.reset()
         run = torch.compile(built.model, backend=backend, fullgraph=True, dynamic=False, **aside)
         try:
