@@ -7,8 +7,10 @@ order of all steps and the bytes of every collective must be equal, and the peak
 within 5 %. Exit status 1 where they are not.
 
 Live bytes are counted from the allocator's own records. Gloo has no reduce-scatter, so the runtime
-makes one of an all-to-all, whose receiving buffer no plan for a real cluster has; here the plan is
-given one, as large as the packed gradients that are being reduced.
+makes one of an all-to-all, whose receiving buffer no plan for a real cluster has. Here the plan is
+given one, as large as the packed gradients that are being reduced, and one for the result, before
+it is added to the gradients. The step starts without gradients (`zero_grad`): their memory, which
+plans count as always there, is counted as it comes.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from compile_fsdp.planning.capture import capture_step
 from compile_fsdp.planning.communication import traffic
 from compile_fsdp.planning.predict import Prediction, predict
 from compile_fsdp.planning.sharding import Sharding, shard
+from compile_fsdp.planning.sizes import GroupSizes
 from compile_fsdp.planning.workload import Built, Workload
 from compile_fsdp.planning.world import parse_mesh
 from compile_fsdp.runtime import collectives
@@ -127,7 +130,7 @@ class Outcome:
     Attributes:
         order: every step with its groups.
         bytes: of the full buffers of all collectives, by kind.
-        peak: most live bytes beyond weights and gradients.
+        peak: most live bytes beyond weights.
     """
 
     order: Order
@@ -148,20 +151,22 @@ def planned(name: str, shape: Shape) -> tuple[Outcome, Prediction]:
     totals: dict[str, int] = {}
     for each in traffic(prediction):
         totals[each.kind] = totals.get(each.kind, 0) + each.bytes
-    peak = max(map(peak_with_receiving, prediction.schedules))
+    peak = max(peak_on_gloo(each, captured.sizes) for each in prediction.schedules)
     return Outcome(order, totals, peak), prediction
 
 
-def peak_with_receiving(schedule: Schedule) -> int:
-    """The peak of a graph in which each reduction has a receiving buffer until the next begins."""
+def peak_on_gloo(schedule: Schedule, sizes: Mapping[str, GroupSizes]) -> int:
+    """The peak of a graph that starts without gradients: those of a group come with its reduction,
+    which has a receiving buffer and a result until the next one has its own."""
     reductions = [step for step in schedule.steps if isinstance(step, ReduceInner)]
     size = len(schedule.facts.names)
-    ends = [*(step.anchor for step in reductions[1:]), size]
-    receiving = [
-        (step.anchor, end, schedule.groups[step.group].reduce_bytes)
+    ends = [*(step.anchor + 1 for step in reductions[1:]), size]
+    more = [
+        (step.anchor, end, schedule.groups[step.group].reduce_bytes + sizes[step.group].gradients)
         for step, end in zip(reductions, ends, strict=False)
     ]
-    rows = zip(schedule.memory.live, filled(size, receiving), strict=True)
+    more += [(step.anchor, size, sizes[step.group].gradients) for step in reductions]
+    rows = zip(schedule.memory.live, filled(size, more), strict=True)
     return max(sum(row) for row in rows)
 
 
@@ -173,11 +178,10 @@ def truth(name: str, shape: Shape) -> Outcome:
     compiled: Any = torch.compile(
         built.model, backend="compile_fsdp", options={"inner": "aot_eager"}
     )
-    # Compiles, and leaves gradients: their memory is not the step's.
-    compiled(*built.args).backward()
     compiled(*built.args).backward()
     with recorded_steps() as steps, collectives.recorded() as records:
         compiled(*built.args).backward()
+    built.model.zero_grad()
     peak = live_bytes(lambda: compiled(*built.args).backward())
     totals: dict[str, int] = {}
     for record in records:

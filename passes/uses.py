@@ -163,11 +163,11 @@ def _state_bytes(info: GroupInfo) -> int:
 def _waiting(
     uses: Sequence[GradientUse], nodes: Mapping[ParameterKey, tuple[Node, ...]]
 ) -> dict[Node, int]:
-    """Until when each gradient waits to be packed: for the last one of its group."""
+    """Until when each gradient waits to be packed: right after the last one of its group."""
     last: dict[str, int] = {}
     for use in uses:
         last[use.group] = max(last.get(use.group, 0), use.position)
-    return {node: last[group] for (group, _), each in nodes.items() for node in each}
+    return {node: last[group] + 1 for (group, _), each in nodes.items() for node in each}
 
 
 def _kept_groups(trees: Sequence[AliasTree], kind: GraphKind) -> tuple[str, ...]:
