@@ -38,6 +38,7 @@ class StubContext:
     """The part of a model's context that the ops talk to."""
 
     is_last_microbatch: bool = True
+    zeros_missing_gradients: bool = False
 
     def begin_graph(self) -> None: ...
 
