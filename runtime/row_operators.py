@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from compile_fsdp.runtime.dtensor import cut_of, with_rows
@@ -147,7 +148,16 @@ def _on_lists(call: Call) -> Any:
     if rest:
         as_replicated = call.selected(count, rest).mapped(_replicated_if_cut(call))
         _put(results, rest, as_replicated.run())
+    if writes:
+        _count_writes(call)
     return None if writes else results
+
+
+def _count_writes(call: Call) -> None:
+    """Note the writes as autograd does for other operators: it does not count those of operators
+    on lists into DTensors, and a parameter that was written must be seen to have changed."""
+    written = tensors_in(tuple(call.written))
+    increment_version([tensor for tensor in written if not tensor.is_inference()])
 
 
 def _list_on_rows(call: Call, count: int, models: dict[int, DTensor]) -> Any:

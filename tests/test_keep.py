@@ -116,23 +116,23 @@ def test_a_forward_whose_backward_never_comes() -> None:
     assert resting(sharded)
 
 
-@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize(("prepared", "way"), [(True, None), (False, "foreach"), (False, "fused")])
 @distributed(2)
-def test_a_step_between_forward_and_backward_makes_backward_gather(prepared: bool) -> None:
-    """As without keeping: backward sees the weights of now."""
+def test_a_step_between_forward_and_backward_makes_backward_gather(
+    prepared: bool, way: str | None
+) -> None:
+    """As without keeping: backward sees the weights of now, whoever wrote them."""
     results = []
     for options in (NOTHING, EVERYTHING):
         torch.manual_seed(0)
         sharded, call, batch = started(LanguageModel(), **options)
-        optimizer = torch.optim.SGD(sharded.parameters(), lr=0.5)
+        ways = {way: True} if way else {}
+        optimizer = torch.optim.SGD(sharded.parameters(), lr=0.5, **ways)
         if prepared:
             fully_shard_optimizer(optimizer)
         call(*batch).backward()
         loss = call(*batch)
         optimizer.step()
-        if not prepared:
-            for group in sharded._fsdp_unit.context.groups():
-                group.sync_model_weight_from_main_weight()
         optimizer.zero_grad()
         loss.backward()
         results.append([full(parameter.grad) for parameter in sharded.parameters()])
