@@ -48,9 +48,9 @@ def writes_of(tensors: Sequence[torch.Tensor]) -> int:
     """How often ``tensors`` or views of them were written in place, as far as autograd counts.
 
     A DTensor has a count of its own besides its local tensor's, which is equal on all ranks, also
-    on one that has no rows of it. What is written through ``.data`` does not count, nor do operators
-    on lists of torch's own DTensors (ours see to it themselves).
-    Autograd's count has no public name. Inference tensors have none.
+    on one that has no rows of it. What is written through ``.data`` does not count, nor what
+    operators on lists write into torch's own DTensors (ours see to it themselves). Autograd's count
+    has no public name. Inference tensors have none.
     """
     return sum([0 if tensor.is_inference() else tensor._version for tensor in tensors])
 
