@@ -26,6 +26,26 @@ if TYPE_CHECKING:
     from tests.modes import Mode
 
 
+SLOW_FILES = frozenset(
+    f"test_{name}"
+    for name in (
+        "artifacts checkpoint_async checkpoint_crash checkpoint_matrix command_line copies "
+        "dtensor_truth explain_page hooks_and_penalties local_optimizers mishaps optimizers peft "
+        "pieces plan_truth safetensors state_dict_functions unfreezing verify_mutations "
+        "written_by_hand"
+    ).split()
+)
+"""Long, and about one corner each: `make test` leaves them out, `make test-slow` and CI do not."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of `SLOW_FILES`."""
+    for item in items:
+        if item.path.stem in SLOW_FILES:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _session() -> Iterator[None]:
     torch.set_num_threads(1)
