@@ -62,6 +62,7 @@
         span.setAttribute("tabindex", "-1");
         next.setAttribute("tabindex", "0");
         next.focus();
+        show(next); // a window without the focus gets no focus events
       });
     }
     const first = graph.querySelector(".span");
