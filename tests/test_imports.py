@@ -6,6 +6,7 @@ compile_fsdp  ->  compile_fsdp.passes  ->  compile_fsdp.runtime  ->  torch
 from __future__ import annotations
 
 import ast
+import importlib
 import os
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "compile_fsdp"
@@ -178,6 +180,37 @@ def test_private_torch_names_live_in_torch_internals() -> None:
         }
     )
     assert not found, "move these to a torch_internals.py:\n" + "\n".join(found)
+
+
+@pytest.mark.compat
+def test_every_private_torch_name_is_there() -> None:
+    """One line for each name that this torch does not have, and where we use it."""
+    used = {
+        (source.at(node), name)
+        for source in library_sources()
+        if source.path.name == "torch_internals.py"
+        for node, name in used_names(source)
+        if is_private_torch(name)
+    }
+    assert len(used) > 20
+    missing = sorted(f"{where}: {name}" for where, name in used if not is_there(name))
+    assert not missing, (
+        f"private names that torch {torch.__version__} does not have; the comment at each place "
+        "says what it is needed for:\n" + "\n".join(missing)
+    )
+
+
+def is_there(name: str) -> bool:
+    """Whether ``name`` is a module or an attribute of one; of what only a running compilation sets
+    up (``V.graph``), whether the place for it is."""
+    parts = name.partition(".V.")[0].split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            found: object = importlib.import_module(".".join(parts[:count]))
+        except ImportError:
+            continue
+        return all((found := getattr(found, part, None)) is not None for part in parts[count:])
+    return False
 
 
 def test_sources_are_ascii() -> None:
