@@ -82,7 +82,8 @@ class GraphPass(_InferenceAwareGraphPass):  # type: ignore[misc]
         self._options = options
         self._plan_only = plan_only
 
-    def __call__(self, graph: Graph, is_inference: bool) -> None:
+    def __call__(self, graph: Graph, is_inference: bool = False) -> None:
+        # Older releases of torch do not tell; an inference graph is planned like a forward then.
         self._options.rewrite(graph, graph_kind(graph, is_inference))
         if self._plan_only is not None:
             self._plan_only.planned(graph)

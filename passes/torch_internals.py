@@ -60,9 +60,14 @@ def custom_graph_pass() -> type[Any]:
 
 
 def inference_aware_graph_pass() -> type[Any]:
-    """As `custom_graph_pass`, for a pass that is also told whether a graph is for inference."""
-    from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass
+    """As `custom_graph_pass`, for a pass that is also told whether a graph is for inference.
 
+    torch 2.11 does not tell. There the class is one of ours, and the pass is called without.
+    """
+    try:
+        from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass
+    except ImportError:
+        return type("InferenceAwareGraphPass", (custom_graph_pass(),), {})
     return CustomInferenceAwareGraphPass
 
 

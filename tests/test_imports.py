@@ -190,7 +190,7 @@ def test_every_private_torch_name_is_there() -> None:
         for source in library_sources()
         if source.path.name == "torch_internals.py"
         for node, name in used_names(source)
-        if is_private_torch(name)
+        if is_private_torch(name) and source.at(node) not in may_be_missing(source)
     }
     assert len(used) > 20
     missing = sorted(f"{where}: {name}" for where, name in used if not is_there(name))
@@ -198,6 +198,17 @@ def test_every_private_torch_name_is_there() -> None:
         f"private names that torch {torch.__version__} does not have; the comment at each place "
         "says what it is needed for:\n" + "\n".join(missing)
     )
+
+
+def may_be_missing(source: Source) -> set[str]:
+    """The places at which an ImportError is expected: some releases lack what is imported."""
+    tries = [node for node in ast.walk(source.tree) if isinstance(node, ast.Try)]
+    return {
+        source.at(statement)
+        for each in tries
+        if any(ast.unparse(handler.type or each) == "ImportError" for handler in each.handlers)
+        for statement in each.body
+    }
 
 
 def is_there(name: str) -> bool:
