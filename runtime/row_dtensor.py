@@ -8,7 +8,7 @@ all of them. `row_operators` says how operators run.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -17,11 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from compile_fsdp.runtime.dtensor import RowShard, cut_of, spec_like
+from compile_fsdp.runtime.operator_call import tensors_in
 from compile_fsdp.runtime.row_operators import run_operator
 from compile_fsdp.runtime.row_values import replicated_dtensor, rows_of, whole
 from compile_fsdp.runtime.torch_internals import (
+    DISPATCHES_SUBCLASSES_AS_DTENSOR,
     DTensorSpec,
     OpOverload,
+    TorchDispatchMode,
     dtensor_over,
     local_of,
     spec_of,
@@ -33,8 +36,39 @@ __all__ = ["RowDTensor", "cut_tensor_like", "dtensor_of"]
 _T = TypeVar("_T", bound=torch.Tensor)
 
 
+class _RowOperators(TorchDispatchMode):
+    """While it is active, operators on a `RowDTensor` run as `RowDTensor.__torch_dispatch__` has
+    them run."""
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(isinstance(tensor, RowDTensor) for tensor in tensors_in((args, kwargs))):
+            return run_operator(RowDTensor, func, args, kwargs)
+        return func(*args, **kwargs)
+
+
 class RowDTensor(DTensor):
     """A DTensor with at least one `RowShard` among its placements."""
+
+    if DISPATCHES_SUBCLASSES_AS_DTENSOR:
+
+        @classmethod
+        def __torch_function__(
+            cls,
+            func: Callable[..., Any],
+            types: Sequence[type],
+            args: tuple[Any, ...] = (),
+            kwargs: dict[str, Any] | None = None,
+        ) -> Any:
+            """What is called from Python; autograd's own calls still go torch's way there."""
+            with _RowOperators():  # type: ignore[no-untyped-call]
+                return DTensor.__torch_function__(func, types, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

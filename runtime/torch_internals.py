@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 
 def in_backward() -> bool:
@@ -42,6 +43,11 @@ def will_accumulate(leaf: torch.Tensor) -> bool:
         return True
     node = torch.autograd.graph.get_gradient_edge(leaf).node
     return torch._C._will_engine_execute_node(node)
+
+
+DISPATCHES_SUBCLASSES_AS_DTENSOR = torch.__version__ < "2.13"
+"""Whether subclasses of DTensor have no operators of their own: torch 2.11 takes its own fast path
+for them, whatever their ``__torch_dispatch__`` is; 2.13 asks them. (2.12 was not looked at.)"""
 
 
 def writes_of(tensors: Sequence[torch.Tensor]) -> int:
