@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 SLOW_FILES = frozenset(
     f"test_{name}"
     for name in (
-        "artifacts checkpoint_async checkpoint_crash checkpoint_matrix command_line copies "
-        "dtensor_truth explain_page hooks_and_penalties local_optimizers mishaps optimizers peft "
-        "pieces plan_truth safetensors state_dict_functions unfreezing verify_mutations "
-        "written_by_hand"
+        "agreement artifacts checkpoint_async checkpoint_crash checkpoint_matrix command_line "
+        "copies dtensor_truth explain_page field_cases hooks_and_penalties keep local_optimizers "
+        "merging mishaps optimizers peft pieces plan_truth safetensors state_dict_functions "
+        "unfreezing verify_mutations written_by_hand"
     ).split()
 )
 """Long, and about one corner each: `make test` leaves them out, `make test-slow` and CI do not."""
