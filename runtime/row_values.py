@@ -21,6 +21,8 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The full value of ``tensor``, a plain tensor on every rank; gathered if it is cut by rows."""
     if not isinstance(tensor, DTensor):
         return tensor
+    if all(placement.is_replicate() for placement in tensor.placements):
+        return local_of(tensor)
     cut = cut_of(tensor)
     with torch.no_grad():
         if cut is not None:
