@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -13,7 +11,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +35,7 @@ from tests.checkpointing import (
     zoo,
 )
 from tests.distributed import distributed, run
-from tests.test_checkpoint_crash import die_before_event
+from tests.dying import die_before_event, join_pair, run_pair
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -328,15 +325,7 @@ def test_a_background_save_killed_at_any_moment(is_first: bool, tmp_path: Path) 
 
 def train_save_and_die(rank: int, folder: Path, dying: int) -> None:
     """Two ranks train beside a save, in which one of them is killed."""
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder.parent / 'store'}",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=60),
-    )
+    join_pair(rank, folder)
     model = shard(zoo())
     optimizer = adamw(model)
     take_steps(model, optimizer, 0, 1)
@@ -358,18 +347,7 @@ def train_save_and_die(rank: int, folder: Path, dying: int) -> None:
 @pytest.mark.parametrize("dying", [0, 1])
 def test_a_rank_killed_during_a_background_save(dying: int, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.tensor.debug", "torch._dynamo"])
-    processes = [
-        context.Process(target=train_save_and_die, args=(rank, folder, dying)) for rank in (0, 1)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-        assert process.exitcode is not None, "hangs"
-    assert processes[dying].exitcode == -signal.SIGKILL
-    assert processes[1 - dying].exitcode == 0
+    run_pair(train_save_and_die, folder, dying)
     error = (tmp_path / "error.txt").read_text()
     assert f"async_save_checkpoint: {folder / 'c'} could not be written and is unchanged" in error
     model = zoo(seed=1)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,39 +18,9 @@ from torch import nn
 from compile_fsdp import load_checkpoint, save_checkpoint
 from compile_fsdp.checkpoint_folder import CheckpointFolder
 from tests.checkpointing import adamw, assert_equal, shard, take_steps, values_of, zoo
+from tests.dying import die_before_event, join_pair, run_pair
 
 ROOT = Path(__file__).resolve().parent.parent
-
-# Before each of these the file system is in a state that a crash can leave behind.
-_EVENTS = {"open", "os.rename", "os.mkdir", "os.rmdir", "os.remove", "os.link", "fsync"}
-
-
-def die_before_event(number: int, parent: Path) -> None:
-    """Have this process killed before the ``number``-th change of files below ``parent``."""
-    seen = 0
-
-    def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        nonlocal seen
-        if event not in _EVENTS or (event == "open" and not _writes(arguments, parent)):
-            return
-        seen += 1
-        if seen == number:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    real_fsync = os.fsync
-
-    def fsync(descriptor: int) -> None:
-        hook("fsync", ())
-        real_fsync(descriptor)
-
-    os.fsync = fsync
-    sys.addaudithook(hook)
-
-
-def _writes(arguments: tuple[Any, ...], parent: Path) -> bool:
-    path, _, flags = arguments
-    writable = bool(flags & (os.O_WRONLY | os.O_RDWR))
-    return writable and str(path).startswith(str(parent))
 
 
 def constant(value: float) -> nn.Module:
@@ -131,15 +97,7 @@ def test_a_save_killed_at_any_moment(is_first: bool, tmp_path: Path) -> None:
 
 def save_and_die(rank: int, folder: Path, dying: int, event: int) -> None:
     """Two ranks save; then one is killed during the next save and the other says what it saw."""
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder.parent / 'store'}",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=60),
-    )
+    join_pair(rank, folder)
     model = shard(zoo())
     optimizer = adamw(model)
     take_steps(model, optimizer, 0, 1)
@@ -161,20 +119,7 @@ def save_and_die(rank: int, folder: Path, dying: int, event: int) -> None:
 @pytest.mark.parametrize(("dying", "event"), [(1, 1), (1, 2), (0, 4)])
 def test_a_rank_killed_during_a_save(dying: int, event: int, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.tensor.debug", "torch._dynamo"])
-    processes = [
-        context.Process(target=save_and_die, args=(rank, folder, dying, event)) for rank in (0, 1)
-    ]
-    start = time.monotonic()
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-        assert process.exitcode is not None, "hangs"
-    assert processes[dying].exitcode == -signal.SIGKILL
-    assert processes[1 - dying].exitcode == 0
-    assert time.monotonic() - start < 50
+    run_pair(save_and_die, folder, dying, event)
     error = (tmp_path / "error.txt").read_text()
     assert f"save_checkpoint: {folder / 'c'} could not be written and is unchanged: " in error
 
