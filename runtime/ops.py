@@ -226,29 +226,14 @@ def _wait(full: torch.Tensor, group: str, issued: Sequence[torch.Tensor]) -> Non
     _group(group).wait_for_unshard()
 
 
-@_fake("wait")
-def _wait_fake(full: torch.Tensor, group: str, issued: Sequence[torch.Tensor]) -> None:
-    return None
-
-
 @_implements("release")
 def _release(full: torch.Tensor, group: str) -> None:
     _group(group).drop()
 
 
-@_fake("release")
-def _release_fake(full: torch.Tensor, group: str) -> None:
-    return None
-
-
 @_implements("keep")
 def _keep(full: torch.Tensor, group: str) -> None:
     _group(group).keep()
-
-
-@_fake("keep")
-def _keep_fake(full: torch.Tensor, group: str) -> None:
-    return None
 
 
 @_implements("reduce_inner")
@@ -341,6 +326,8 @@ def _wait_reductions(tokens: Sequence[torch.Tensor], groups: Sequence[str]) -> N
             live.reshard_parameters()
 
 
-@_fake("wait_reductions")
-def _wait_reductions_fake(tokens: Sequence[torch.Tensor], groups: Sequence[str]) -> None:
-    return None
+def _returns_nothing(*arguments: Any) -> None: ...
+
+
+for _name in ("wait", "release", "keep", "wait_reductions"):
+    _fake(_name)(_returns_nothing)
