@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from .dbuffer import DBuffer
 from .gradient_hooks import GradientHooks
+from .placement import differing_axes
 from .streams import Event, Lane
 from .torch_internals import copy_each, zero_each
 
@@ -267,11 +268,7 @@ def reduce_in_place(source: DBuffer, target: DBuffer, lane: Lane, *, label: str 
     allocated and ``source`` has no value afterwards. Inner first because a segment is cut by
     dp_inner first: the outer axis then works on one inner segment only.
     """
-    axes = [
-        axis
-        for axis, (old, new) in enumerate(zip(source.placements, target.placements, strict=True))
-        if old != new
-    ]
+    axes = differing_axes(source.placements, target.placements)
     current = source
     for axis in reversed(axes):
         placements = list(current.placements)

@@ -29,6 +29,7 @@ __all__ = [
     "TensorAtomic",
     "axis_names",
     "check_placements",
+    "differing_axes",
     "is_average",
     "is_sharded",
     "segment_number",
@@ -109,6 +110,11 @@ def is_sharded(placement: Placement) -> bool:
 def is_average(placement: Placement) -> bool:
     """True for ``Partial("avg")``."""
     return isinstance(placement, Partial) and placement.reduce_op == "avg"
+
+
+def differing_axes(one: Sequence[Placement], other: Sequence[Placement]) -> tuple[int, ...]:
+    """The mesh axes on which two buffers are placed differently, outermost first."""
+    return tuple(axis for axis, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
 
 
 def strictest_shard(placements: Iterable[Placement]) -> Shard | None:

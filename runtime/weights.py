@@ -24,6 +24,7 @@ from torch.utils.dlpack import from_dlpack
 
 from .dbuffer import DBuffer
 from .layout import GlobalLayout
+from .placement import differing_axes
 from .streams import Lane
 
 
@@ -123,8 +124,7 @@ class GroupWeights:
     @property
     def gathered_axes(self) -> tuple[int, ...]:
         """The mesh axes that a gather goes over."""
-        placements = zip(self.model.placements, self.full.placements, strict=True)
-        return tuple(axis for axis, (old, new) in enumerate(placements) if old != new)
+        return differing_axes(self.model.placements, self.full.placements)
 
     def gather(self, lane: Lane, label: str, *, depends: bool) -> None:
         """Give ``full`` memory and start gathering into it on ``lane``.
@@ -151,11 +151,7 @@ def widen(
     outer cut yields a whole dp_inner segment, which is gathered at its place in ``target``.
     ``depends``: something still on the lane writes ``source``.
     """
-    axes = [
-        axis
-        for axis, (old, new) in enumerate(zip(source.placements, target.placements, strict=True))
-        if old != new
-    ]
+    axes = differing_axes(source.placements, target.placements)
     current = source
     for axis in axes:
         placements = list(current.placements)
