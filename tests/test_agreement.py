@@ -23,6 +23,7 @@ from tests.models import WIDTH, Block, LanguageModel, language_batches
 from tests.training import (
     adamw,
     assert_close,
+    assert_gradients_close,
     assert_same,
     cpu_mesh,
     drive,
@@ -363,6 +364,32 @@ def test_zeros_for_missing_gradients_give_the_same_numbers(driver: str, microbat
     run_ = train(sharded, [[torch.cat([x] * 2)] for x in xs], call=own_batch)
     del expected.losses[:], run_.losses[:]  # of the last microbatch only
     assert_close(run_, expected)
+
+
+class TwoHeads(nn.Module):
+    """Both heads run on every rank; which of them the loss sees is the rank's own affair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [block(x).square().mean() for block in self.blocks]
+
+
+@DRIVERS
+@distributed(2)
+def test_a_rank_without_gradients_of_a_whole_unit_contributes_zeros(driver: str) -> None:
+    torch.manual_seed(0)
+    plain = TwoHeads()
+    sharded = shard_blocks(copy.deepcopy(plain))
+    zero_missing_gradients(sharded)
+    call = drive(sharded, driver)
+    xs = torch.randn(2, 4, WIDTH)
+    # Rank 0 trains both heads, rank 1 the first one.
+    sum(plain(xs[0]) + plain(xs[1])[:1]).div(2).backward()
+    sum(call(xs[dist.get_rank()])[: 2 - dist.get_rank()]).backward()
+    assert_gradients_close(sharded, plain)
 
 
 @distributed(2)
