@@ -120,7 +120,13 @@ def all_gather(
             return _all_gather(parts, input, group=group, async_op=True)
         return _broadcast_each(parts, input, group)
 
-    lane.collective(_announced(start, "all_gather", output, group, label), depends=depends)
+    lane.collective(
+        _announced(start, "all_gather", output, group, label),
+        depends=depends,
+        reads=[input],
+        writes=[output],
+        label=f"all_gather {label}",
+    )
 
 
 def reduce_scatter(
@@ -167,7 +173,13 @@ def reduce_scatter(
             return _reduce_scatter_single(output, input, op=op, group=group, async_op=True)
         return _reduce_scatter(output, parts, op=op, group=group, async_op=True)
 
-    lane.collective(_announced(start, "reduce_scatter", input, group, label), depends=depends)
+    lane.collective(
+        _announced(start, "reduce_scatter", input, group, label),
+        depends=depends,
+        reads=[input],
+        writes=[output],
+        label=f"reduce_scatter {label}",
+    )
 
 
 def all_reduce(
@@ -191,7 +203,12 @@ def all_reduce(
     def start() -> Waitable | None:
         return _all_reduce(tensor, op=op, group=group, async_op=True)
 
-    lane.collective(_announced(start, "all_reduce", tensor, group, label), depends=depends)
+    lane.collective(
+        _announced(start, "all_reduce", tensor, group, label),
+        depends=depends,
+        writes=[tensor],
+        label=f"all_reduce {label}",
+    )
     if average and not on_cuda:
         lane.then(_without_autograd(lambda: tensor.mul_(1.0 / group.size())))
 
@@ -262,7 +279,8 @@ def _reduce_scatter_by_all_to_all(
     label: str,
 ) -> None:
     ranks = group.size()
-    received = torch.empty(ranks * output.numel(), dtype=input.dtype, device=input.device)
+    with lane.allocating():
+        received = torch.empty(ranks * output.numel(), dtype=input.dtype, device=input.device)
 
     def start() -> Waitable | None:
         return _all_to_all_single(
@@ -278,7 +296,13 @@ def _reduce_scatter_by_all_to_all(
         if average:
             output.mul_(1.0 / ranks)
 
-    lane.collective(_announced(start, "reduce_scatter", input, group, label), depends=depends)
+    lane.collective(
+        _announced(start, "reduce_scatter", input, group, label),
+        depends=depends,
+        reads=[input],
+        writes=[received],
+        label=f"reduce_scatter {label}",
+    )
     lane.then(_without_autograd(add_up))
 
 

@@ -74,6 +74,12 @@ class GroupContext:
         """Made when first needed: of a nest of FSDP modules only the root's context runs."""
         return CommunicationLanes.create(self.device)
 
+    def renew_lanes(self) -> None:
+        """Finish what is on the lanes and make new ones, as `streams.lanes_made_by` says now."""
+        self.lanes.gather.synchronize()
+        self.wait_for_reductions()
+        del self.lanes
+
     def add_group(self, group: FsdpParameterGroup) -> None:
         """Take ``group`` in: it communicates on this context's lanes from now on."""
         self._groups.append(weakref.ref(group))

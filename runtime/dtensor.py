@@ -99,14 +99,17 @@ class RowShard(Shard):
         segments = [self.axes.number_of(coordinate) for coordinate in coordinates]
         numels = [self.rows[segment] * width for segment in segments]
         lane = make_lane(local.device, "dtensor")
-        lane.wait_current()
         held, pieces = local.contiguous().view(-1), 1
+        # Compute's memory, which the lane works on until compute has waited for it.
+        kept = [held]
         for done, axis in enumerate(reversed(self.axes.axes), start=1):
             ranks, prefix = mesh.size(axis), own[: len(own) - done]
             first = next(i for i, c in enumerate(coordinates) if c[: len(prefix)] == prefix)
             bounds = range(first, first + ranks * pieces, pieces)
             sizes = [sum(numels[start : start + pieces]) for start in bounds]
             full = held.new_empty(sum(sizes))
+            kept.append(full)
+            lane.wait_current()
             group = mesh.get_group(axis)
             all_gather(lane, full, held, group, sizes, depends=True, label="dtensor")
             held, pieces = full, pieces * ranks

@@ -52,7 +52,7 @@ def redistribute(
     if lane is None:
         own_lane = make_lane(source.device, "redistribute")
         own_lane.wait_current()
-        move = _Move(source, placements, out, own_lane, depends, label)
+        move = _Move(source, placements, out, own_lane, depends, label, lane_goes=True)
         result = _apply(move, changed)
         own_lane.synchronize()
         return result
@@ -67,11 +67,17 @@ class _Move:
     lane: Lane
     depends: bool
     label: str
+    lane_goes: bool = False
 
     def destination(self) -> DBuffer:
         """Where a collective writes."""
         if self.out is not None:
             return self.out
+        if self.lane_goes:
+            # Nobody would order on the lane what compute does with its memory.
+            target = self.source.like(self.placements)
+            self.lane.wait_current()
+            return target
         with self.lane.allocating():
             return self.source.like(self.placements)
 

@@ -17,13 +17,13 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal, Protocol
 
 import torch
 
-__all__ = ["Event", "Lane", "RecordingLane", "Waitable", "make_lane"]
+__all__ = ["Event", "Lane", "RecordingLane", "Waitable", "lanes_made_by", "make_lane"]
 
 
 class Waitable(Protocol):
@@ -48,7 +48,15 @@ class Lane(ABC):
         self.name = name
 
     @abstractmethod
-    def collective(self, start: Callable[[], Waitable | None], *, depends: bool = False) -> None:
+    def collective(
+        self,
+        start: Callable[[], Waitable | None],
+        *,
+        depends: bool = False,
+        reads: Sequence[torch.Tensor] = (),
+        writes: Sequence[torch.Tensor] = (),
+        label: str = "",
+    ) -> None:
         """Start an asynchronous collective on the lane.
 
         Args:
@@ -56,6 +64,8 @@ class Lane(ABC):
                 wait for.
             depends: The collective reads or writes what earlier entries of the lane write, so
                 it must run after all of them have finished. Otherwise works may overlap.
+            reads, writes: The memory that it touches. Only a recording lane asks.
+            label: What it is, for a recording lane.
         """
 
     @abstractmethod
@@ -90,12 +100,28 @@ class Lane(ABC):
         return f"{type(self).__name__}({self.name!r})"
 
 
+# Not a context variable: backward may run in autograd's own threads, which do not inherit one.
+_makers: list[Callable[[str], Lane]] = []
+
+
+@contextmanager
+def lanes_made_by(make: Callable[[str], Lane]) -> Iterator[None]:
+    """While the context is open, `make_lane` calls ``make`` with the lane's name."""
+    _makers.append(make)
+    try:
+        yield
+    finally:
+        _makers.remove(make)
+
+
 def make_lane(device: torch.device, name: str) -> Lane:
     """A lane for buffers on ``device``: "cpu" and "meta" or "cuda".
 
     Raises:
         ValueError: The device type has no lane.
     """
+    if _makers:
+        return _makers[-1](name)
     if device.type in ("cpu", "meta"):
         return _CpuLane(name)
     if device.type == "cuda":
@@ -124,7 +150,15 @@ class _CpuLane(Lane):
         self._calls_pending = 0
         self._completed = 0
 
-    def collective(self, start: Callable[[], Waitable | None], *, depends: bool = False) -> None:
+    def collective(
+        self,
+        start: Callable[[], Waitable | None],
+        *,
+        depends: bool = False,
+        reads: Sequence[torch.Tensor] = (),
+        writes: Sequence[torch.Tensor] = (),
+        label: str = "",
+    ) -> None:
         with self._lock:
             if depends or self._calls_pending:
                 self._drain()
@@ -189,7 +223,15 @@ class _CudaLane(Lane):
         super().__init__(name)
         self.stream = torch.cuda.Stream(device)
 
-    def collective(self, start: Callable[[], Waitable | None], *, depends: bool = False) -> None:
+    def collective(
+        self,
+        start: Callable[[], Waitable | None],
+        *,
+        depends: bool = False,
+        reads: Sequence[torch.Tensor] = (),
+        writes: Sequence[torch.Tensor] = (),
+        label: str = "",
+    ) -> None:
         with torch.cuda.stream(self.stream):
             work = start()
             if work is not None:
@@ -237,7 +279,15 @@ class RecordingLane(Lane):
         self.records: list[tuple[str, str, str]] = [] if records is None else records
         self._events = 0
 
-    def collective(self, start: Callable[[], Waitable | None], *, depends: bool = False) -> None:
+    def collective(
+        self,
+        start: Callable[[], Waitable | None],
+        *,
+        depends: bool = False,
+        reads: Sequence[torch.Tensor] = (),
+        writes: Sequence[torch.Tensor] = (),
+        label: str = "",
+    ) -> None:
         self._record("issue", "depends" if depends else "")
         work = start()
         if work is not None:
