@@ -279,8 +279,9 @@ def _reduce_scatter_by_all_to_all(
     label: str,
 ) -> None:
     ranks = group.size()
-    with lane.allocating():
-        received = torch.empty(ranks * output.numel(), dtype=input.dtype, device=input.device)
+    received = lane.memory.empty(
+        ranks * output.numel(), input.dtype, input.device, owner=f"received {label}", lane=lane
+    )
 
     def start() -> Waitable | None:
         return _all_to_all_single(
@@ -295,6 +296,7 @@ def _reduce_scatter_by_all_to_all(
             torch.sum(parts, dim=0, out=output)
         if average:
             output.mul_(1.0 / ranks)
+        lane.memory.give_back(received)
 
     lane.collective(
         _announced(start, "reduce_scatter", input, group, label),

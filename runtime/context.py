@@ -18,6 +18,7 @@ import torch
 
 from .agreement import Step, agreement_of
 from .dbuffer import DBuffer
+from .memory import Memory
 from .merging import gather_together, reduce_together
 from .streams import Event, Lane, make_lane
 from .torch_internals import at_end_of_backward, in_backward
@@ -53,6 +54,7 @@ class GroupContext:
             by itself has no such driver, and its reductions are waited for at once.
         zeros_missing_gradients: every backward reduces every trainable group, at its end and in one
             order, with zeros for gradients that this rank does not have.
+        memory: where the groups' buffers get their bytes while they run.
         eager_depth: how many hooked forwards of this root are on the Python stack.
     """
 
@@ -60,6 +62,7 @@ class GroupContext:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.memory = Memory()
         self.is_last_microbatch = True
         self.zeros_missing_gradients = False
         self.eager_depth = 0
@@ -72,7 +75,10 @@ class GroupContext:
     @functools.cached_property
     def lanes(self) -> CommunicationLanes:
         """Made when first needed: of a nest of FSDP modules only the root's context runs."""
-        return CommunicationLanes.create(self.device)
+        lanes = CommunicationLanes.create(self.device)
+        for lane in (lanes.gather, lanes.reduce_inner, lanes.reduce_outer):
+            lane.memory = self.memory
+        return lanes
 
     def renew_lanes(self) -> None:
         """Finish what is on the lanes and make new ones, as `streams.lanes_made_by` says now."""

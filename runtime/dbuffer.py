@@ -295,20 +295,33 @@ class DBuffer:
         """Whether ``local`` has memory; an empty part always has."""
         return self.local.untyped_storage().nbytes() >= self._storage_bytes
 
-    def release_storage(self) -> None:
+    def release_storage(self, lane: Lane | None = None) -> None:
         """Free the memory of ``local``, keeping the tensor and every view of it.
+
+        ``lane``: whose memory it is; None: the current stream's.
 
         Raises:
             RuntimeError: ``local`` is a part of another buffer's storage.
         """
         self._check_owns_storage("release")
-        self.local.untyped_storage().resize_(0)
+        if lane is None:
+            self.local.untyped_storage().resize_(0)
+        else:
+            lane.memory.shrink(self.local, lane=lane)
 
-    def reallocate_storage(self) -> None:
-        """Give ``local`` and its views uninitialised memory again; nothing if they have it."""
-        if not self.has_storage:
-            self._check_owns_storage("reallocate")
-            self.local.untyped_storage().resize_(self._storage_bytes)
+    def reallocate_storage(self, lane: Lane | None = None, label: str = "") -> None:
+        """Give ``local`` and its views uninitialised memory again; nothing if they have it.
+
+        ``lane``: whose memory it is, as of `release_storage`; ``label`` says what it is for.
+        """
+        if self.has_storage:
+            return
+        self._check_owns_storage("reallocate")
+        size = self._storage_bytes
+        if lane is None:
+            self.local.untyped_storage().resize_(size)
+        else:
+            lane.memory.grow(self.local, size, owner=f"parameters of {label}", lane=lane)
 
     def __repr__(self) -> str:
         start, stop = self.segment
@@ -318,6 +331,11 @@ class DBuffer:
         )
 
     # Segments.
+
+    def local_numel(self, placements: Sequence[Placement]) -> int:
+        """Elements that this rank would hold at ``placements``."""
+        start, stop = self._segment_on(ShardAxes.of(self.mesh, placements))
+        return stop - start
 
     def _segment_on(self, axes: ShardAxes) -> tuple[int, int]:
         return self.layout.segment(axes.segment, axes.num_shards)

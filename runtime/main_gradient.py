@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from .dbuffer import DBuffer
 from .gradient_hooks import GradientHooks
+from .memory import Memory
 from .placement import differing_axes
 from .streams import Event, Lane
 from .torch_internals import copy_each, zero_each
@@ -29,7 +30,8 @@ class MainGradient:
     """The gradient accumulator of one group.
 
     Args:
-        allocate: makes a new buffer at the gradient placements.
+        allocate: makes a new buffer at the gradient placements, with bytes from the memory of a
+            root; None: with bytes that nobody counts.
         finished_placements: placements a finished gradient has (the optimizer's).
         parameters: the sharded parameters, in tensor order, whose ``.grad`` is bound here.
         fqns: their names, for messages.
@@ -43,7 +45,7 @@ class MainGradient:
 
     def __init__(
         self,
-        allocate: Callable[[], DBuffer],
+        allocate: Callable[[Memory | None], DBuffer],
         finished_placements: Sequence[Placement],
         parameters: Sequence[nn.Parameter],
         fqns: Sequence[str],
@@ -54,7 +56,7 @@ class MainGradient:
         self._fqns = tuple(fqns)
         self.hooks = GradientHooks(parameters, fqns)
         self._bound: dict[int, torch.Tensor] = {}
-        self._use(allocate())
+        self._use(allocate(None))
         # What a group without gradients shows: the same buffers, without memory.
         self._unallocated = (self.buffer, self.finished)
         self.buffer.release_storage()
@@ -96,11 +98,11 @@ class MainGradient:
             # Lets go of the old storage first.
             self.buffer, self.finished = self._unallocated
             self._bound.clear()
-            self._use(self._allocate())
+            self._use(self._allocate(lane.memory))
             self._stale = False
             self._carry = None
         elif self._stale:
-            self._set_finished_aside(missing)
+            self._set_finished_aside(missing, lane.memory)
         lane.wait_current()
         reduced = reduce_to(partial, self.buffer.placements, lane, label=label)
         self.hooks.see(reduced, indices, lane)
@@ -156,7 +158,7 @@ class MainGradient:
         if self._outer_event is not None:
             self._outer_event.wait()
         if self.buffer is self._unallocated[0]:
-            self._use(self._allocate())
+            self._use(self._allocate(lane.memory))
             self.buffer.local.zero_()
             self._stale = self.needs_outer
         for index in foreign:
@@ -174,14 +176,16 @@ class MainGradient:
             self._parameters[index].grad = None
         self._bind(self.finished, foreign)
 
-    def _set_finished_aside(self, dropped: Sequence[int]) -> None:
+    def _set_finished_aside(self, dropped: Sequence[int], memory: Memory) -> None:
         """Finished gradients were kept (several backwards, or zeroed in place): they come back
         after the next outer reduction, which must see only what has not been reduced yet. Those
         that the user dropped do not come back."""
         if self._outer_event is not None:
             self._outer_event.wait()
         zero_each([self.finished.get_local_tensor(index) for index in dropped])
-        self._carry = self.finished.local.clone()
+        kept = self.finished.local
+        self._carry = memory.empty(kept.numel(), kept.dtype, kept.device, owner="kept gradients")
+        self._carry.copy_(kept)
         self.buffer.local.zero_()
         self._stale = False
 

@@ -24,6 +24,7 @@ from torch.distributed.tensor import Partial, Placement
 from . import collectives
 from .agreement import Label
 from .dbuffer import DBuffer
+from .memory import Memory
 from .streams import Lane
 from .unsharding import Unsharding
 
@@ -60,12 +61,14 @@ def _gather_staged(lane: Lane, groups: Sequence[tuple[str, Unsharding]]) -> None
     ranks = range(first.mesh.size(axis))
     cuts = [[each.model.layout.segment(rank, len(ranks)) for rank in ranks] for each in weights]
     sizes = [sum(stop - start for start, stop in (cut[rank] for cut in cuts)) for rank in ranks]
-    with lane.allocating():
-        for each in weights:
-            each.full.reallocate_storage()
-        sent = torch.cat([each.model.local for each in weights])
-        staged = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
     label = _label_of_all([label for label, _ in groups])
+    for (name, _), each in zip(groups, weights, strict=True):
+        each.full.reallocate_storage(lane, name)
+    shards = [each.model.local for each in weights]
+    sent = _new(lane.memory, sum(map(torch.numel, shards)), first, f"sent {label}", lane)
+    staged = _new(lane.memory, sum(sizes), first, f"staged {label}", lane)
+    with lane.allocating():
+        torch.cat(shards, out=sent)
     collectives.all_gather(lane, staged, sent, first.mesh.get_group(axis), sizes, label=label)
     parts = [
         each.full.local[slice(*cut[rank])]
@@ -78,6 +81,8 @@ def _gather_staged(lane: Lane, groups: Sequence[tuple[str, Unsharding]]) -> None
             received = staged.split([part.numel() for part in parts])
             for part, values in zip(parts, received, strict=True):
                 part.copy_(values)
+        lane.memory.give_back(sent)
+        lane.memory.give_back(staged)
 
     lane.then(deal)
     for _, unsharding in groups:
@@ -103,19 +108,20 @@ def reduce_together(
     ranks, own = range(process_group.size()), process_group.rank()
     cuts = [[each.layout.segment(rank, len(ranks)) for rank in ranks] for each in packed]
     sizes = [[stop - start for start, stop in cut] for cut in cuts]
-    sent = torch.cat(
-        [
-            each.local[slice(*cut[rank])]
-            for rank in ranks
-            for each, cut in zip(packed, cuts, strict=True)
-        ]
-    )
     totals = [sum(size[rank] for size in sizes) for rank in ranks]
-    with lane.allocating():
-        received = torch.empty(totals[own], dtype=first.dtype, device=first.device)
-    lane.wait_current()
     labels = [group.gradient_label(tuple(given)) for group, given in contributions.items()]
     label = _label_of_all(labels)
+    parts_sent = [
+        each.local[slice(*cut[rank])]
+        for rank in ranks
+        for each, cut in zip(packed, cuts, strict=True)
+    ]
+    sent = _new(lane.memory, sum(totals), first, f"sent {label}")
+    torch.cat(parts_sent, out=sent)
+    for each in packed:
+        lane.memory.give_back(each.local)
+    received = _new(lane.memory, totals[own], first, f"reduced {label}", lane)
+    lane.wait_current()
     collectives.reduce_scatter(
         lane, received, sent, process_group, totals, average=True, label=label
     )
@@ -125,7 +131,14 @@ def reduce_together(
             part, each.mesh, _reduced(group, axis), each.tensor_shapes, layout=each.layout
         )
         group.accumulate(reduced, tuple(contributions[group]))
+    lane.then(lambda: lane.memory.give_back(received))
     return sent
+
+
+def _new(
+    memory: Memory, numel: int, like: DBuffer, owner: str, lane: Lane | None = None
+) -> torch.Tensor:
+    return memory.empty(numel, like.dtype, like.device, owner=owner, lane=lane)
 
 
 def _reduced(group: FsdpParameterGroup, axis: int) -> list[Placement]:

@@ -31,6 +31,7 @@ from .group_info import GroupInfo, describe
 from .group_unsharding import GroupUnsharding
 from .layout import make_layout
 from .main_gradient import MainGradient, pack_gradients
+from .memory import Memory
 from .mixed_precision import MixedPrecisionPolicy
 from .parameter import (
     _CONTAINING_PARAMETER_GROUP_ATTR,
@@ -202,8 +203,9 @@ class FsdpParameterGroup(GroupUnsharding):
         for parameter in sharded:
             parameter.grad_dtype = precision.main_grads_dtype
 
-        def allocate() -> DBuffer:
-            return self._new_buffer(grad_placements, precision.main_grads_dtype)
+        def allocate(memory: Memory | None) -> DBuffer:
+            dtype = precision.main_grads_dtype
+            return self._new_buffer(grad_placements, dtype, memory, "main gradients of")
 
         gradient = MainGradient(allocate, main_placements, sharded, self.fqns)
         gradient.hooks.guard(self._before_foreign_addition())
@@ -222,9 +224,16 @@ class FsdpParameterGroup(GroupUnsharding):
 
         return prepare
 
-    def _new_buffer(self, placements: Sequence[Placement], dtype: torch.dtype) -> DBuffer:
-        shapes, layout = self.layout.tensor_shapes, self.layout
-        return DBuffer(self.mesh, placements, shapes, dtype, self.device, layout=layout)
+    def _new_buffer(
+        self, placements: Sequence[Placement], dtype: torch.dtype, memory: Memory | None, owner: str
+    ) -> DBuffer:
+        """A buffer with bytes from ``memory``; None: it is made once, and is no part of a step."""
+        numel = self.main_weight.local_numel(placements)
+        owner = f"{owner} {self.label}"
+        if memory is None:
+            memory = Memory()
+        local = memory.empty(numel, dtype, self.device, owner=owner)
+        return self.main_weight.like(placements, local)
 
     # Buffers -----------------------------------------------------------------------------------
 
@@ -340,7 +349,9 @@ class FsdpParameterGroup(GroupUnsharding):
     def allocate_partial_grad_buffer(self) -> DBuffer:
         """An uninitialised full gradient buffer, ``Partial("avg")`` on every axis, in
         ``grad_comm_dtype``, with the group's layout."""
-        return self._new_buffer([Partial("avg")] * self.mesh.ndim, self.grad_comm_dtype)
+        placements = [Partial("avg")] * self.mesh.ndim
+        memory = self.context.memory
+        return self._new_buffer(placements, self.grad_comm_dtype, memory, "gradients of")
 
     def pack(self, gradients: Mapping[int, torch.Tensor]) -> DBuffer:
         """A partial gradient buffer with these full gradients, by tensor index, and zeros."""

@@ -73,13 +73,18 @@ class _Move:
         """Where a collective writes."""
         if self.out is not None:
             return self.out
+        source, lane = self.source, self.lane
+        local = lane.memory.empty(
+            source.local_numel(self.placements),
+            source.dtype,
+            source.device,
+            owner=f"redistributed {self.label}",
+            # Where the lane goes, nobody would order on it what compute does with its memory.
+            lane=None if self.lane_goes else lane,
+        )
         if self.lane_goes:
-            # Nobody would order on the lane what compute does with its memory.
-            target = self.source.like(self.placements)
-            self.lane.wait_current()
-            return target
-        with self.lane.allocating():
-            return self.source.like(self.placements)
+            lane.wait_current()
+        return source.like(self.placements, local)
 
     def copy(self, target: DBuffer, values: torch.Tensor) -> DBuffer:
         """Put ``values`` into ``target`` on the lane, unless they are there."""

@@ -23,6 +23,8 @@ from typing import Literal, Protocol
 
 import torch
 
+from compile_fsdp.runtime.memory import Memory
+
 __all__ = ["Event", "Lane", "RecordingLane", "Waitable", "lanes_made_by", "make_lane"]
 
 
@@ -42,10 +44,15 @@ class Event(ABC):
 
 
 class Lane(ABC):
-    """An in-order queue of communication. Methods may be called from any thread."""
+    """An in-order queue of communication. Methods may be called from any thread.
+
+    Attributes:
+        memory: where what the lane writes gets its bytes; the lanes of one root share it.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.memory = Memory()
 
     @abstractmethod
     def collective(

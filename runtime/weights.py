@@ -131,15 +131,13 @@ class GroupWeights:
 
         ``depends``: something still on the lane writes the model weight.
         """
-        with lane.allocating():
-            self.full.reallocate_storage()
+        self.full.reallocate_storage(lane, label)
         widen(self.model, self.full, lane, depends=depends, label=label)
 
     def release(self, lane: Lane) -> None:
         """Take the memory of ``full`` away, after what compute has issued so far."""
         lane.wait_current()
-        with lane.allocating():
-            self.full.release_storage()
+        self.full.release_storage(lane)
 
 
 def widen(
