@@ -40,6 +40,8 @@ class RowShard(Shard):
         rows: Number of rows of each segment.
         axes: The mesh's shard axes and this rank's place on them.
         position: Which of those axes this placement is for.
+        total: Rows of the whole tensor.
+        own: ``(first row, rows)`` of this rank.
     """
 
     def __init__(self, rows: tuple[int, ...], axes: ShardAxes, position: int) -> None:
@@ -47,6 +49,9 @@ class RowShard(Shard):
         self.rows = rows
         self.axes = axes
         self.position = position
+        # Every operator asks.
+        self.total = sum(rows)
+        self.own = sum(rows[: axes.segment]), rows[axes.segment]
 
     def _key(self) -> tuple[tuple[int, ...], ShardAxes, int]:
         return (self.rows, self.axes, self.position)
@@ -72,17 +77,6 @@ class RowShard(Shard):
     def __reduce__(self) -> tuple[object, ...]:
         # Shard's own pickling forgets the attributes of subclasses.
         return (RowShard, self._key())
-
-    @property
-    def total(self) -> int:
-        """Rows of the whole tensor."""
-        return sum(self.rows)
-
-    @property
-    def own(self) -> tuple[int, int]:
-        """``(first row, rows)`` of this rank."""
-        segment = self.axes.segment
-        return sum(self.rows[:segment]), self.rows[segment]
 
     def gather(self, local: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         """The full tensor, in new memory; every rank of the shard axes takes part.

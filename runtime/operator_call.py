@@ -9,7 +9,12 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from compile_fsdp.runtime.torch_internals import OpOverload, argument_names, written_arguments
+from compile_fsdp.runtime.torch_internals import (
+    OpOverload,
+    argument_names,
+    operator_name,
+    written_arguments,
+)
 
 __all__ = ["Call", "map_nested", "tensors_in"]
 
@@ -32,8 +37,7 @@ class Call:
     @property
     def name(self) -> str:
         """The operator's name, without namespace and overload."""
-        name: str = self.func.name()
-        return name.partition("::")[2].partition(".")[0]
+        return operator_name(self.func)
 
     @property
     def arguments(self) -> dict[str, Any]:

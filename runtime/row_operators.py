@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from compile_fsdp.runtime.dtensor import cut_of, with_rows
 from compile_fsdp.runtime.operator_call import Call, map_nested, tensors_in
+from compile_fsdp.runtime.row_elementwise import is_elementwise, run_elementwise
 from compile_fsdp.runtime.row_values import (
     cut_like,
     replicated_dtensor,
@@ -45,12 +46,6 @@ from compile_fsdp.runtime.torch_internals import (
 )
 
 __all__ = ["run_operator"]
-
-# Elementwise, although not tagged "pointwise".
-_ELEMENTWISE = frozenset(
-    "_to_copy alias clone copy copy_ detach detach_ empty_like fill fill_ full_like lift_fresh "
-    "masked_fill masked_fill_ ones_like view_as_complex view_as_real zero zero_ zeros_like".split()
-)
 
 # Along the dims that they name every slice is treated alike, whatever the other slices are.
 _ALONG_DIMS = frozenset(
@@ -77,6 +72,9 @@ def run_operator(
         RuntimeError: ``func`` is a view of other than whole rows, or mixes DTensors with plain
             tensors that are not scalars.
     """
+    result = run_elementwise(kind, func, args, kwargs)
+    if result is not NotImplemented:
+        return result
     call = Call(kind, func, args, kwargs)
     name = call.name
     if name == "is_same_size":
@@ -89,7 +87,7 @@ def run_operator(
         return _unscale(call)
     if name.startswith(("_foreach_", "_fused_")):
         return _on_lists(call)
-    if torch.Tag.pointwise in func.tags or name in _ELEMENTWISE:
+    if is_elementwise(func):
         return _elementwise(call)
     for names, rule in _RULES:
         if name in names:
@@ -128,7 +126,7 @@ def _on_lists(call: Call) -> Any:
     Replicated tensors run along, as torch lacks rules for some of these operators; positions that
     write into a DTensor of torch's own that is sharded are torch's.
     """
-    if call.name not in ("_foreach_norm",) and torch.Tag.reduction in call.func.tags:
+    if call.name != "_foreach_norm" and not is_elementwise(call.func):
         return _on_whole_tensors(call)
     lists = [each for each in call.arguments.values() if isinstance(each, list | tuple)]
     tensor_lists = [each for each in lists if each and isinstance(each[0], torch.Tensor)]

@@ -7,6 +7,7 @@ goes away there is one place to look.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -149,18 +150,32 @@ def norm_placement(order: float) -> Placement:
     return Partial("sum") if order == 0 else _NormPartial(order)
 
 
-def argument_names(func: OpOverload) -> list[str]:
+@functools.cache
+def operator_name(func: OpOverload) -> str:
+    """An operator's name, without namespace and overload."""
+    name: str = func.name()
+    return name.partition("::")[2].partition(".")[0]
+
+
+@functools.cache
+def argument_names(func: OpOverload) -> tuple[str, ...]:
     """The names of an operator's arguments, positional ones first; schemas are not public."""
-    return [argument.name for argument in func._schema.arguments]
+    return tuple(argument.name for argument in func._schema.arguments)
 
 
-def written_arguments(func: OpOverload) -> list[str]:
+@functools.cache
+def written_arguments(func: OpOverload) -> tuple[str, ...]:
     """The names of the arguments that an operator writes into."""
-    return [
+    return tuple(
         argument.name
         for argument in func._schema.arguments
         if argument.alias_info is not None and argument.alias_info.is_write
-    ]
+    )
+
+
+def number_of_results(func: OpOverload) -> int:
+    """How many values an operator returns; a list counts as one."""
+    return len(func._schema.returns)
 
 
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

@@ -65,6 +65,7 @@ REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "norm 0": lambda p: torch.linalg.vector_norm(p, 0),
     "foreach norm": lambda p: torch._foreach_norm([p, p])[1],
     "foreach norm inf": lambda p: torch._foreach_norm([p], float("inf"))[0],
+    "foreach max": lambda p: torch._foreach_max([p, p])[1],
     "all": lambda p: (p == p).all(),
     "count": lambda p: torch.count_nonzero(p > 0),
 }
