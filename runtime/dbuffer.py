@@ -16,7 +16,6 @@ rank's part is always one contiguous piece, so collectives run on it without cop
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -24,10 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils.dlpack import from_dlpack
 
-from compile_fsdp.runtime.dtensor import make_spec
+from compile_fsdp.runtime.geometry import Geometry
 from compile_fsdp.runtime.layout import GlobalLayout, make_layout
 from compile_fsdp.runtime.placement import (
-    Flat,
     ShardAxes,
     ShardLayout,
     axis_names,
@@ -38,7 +36,6 @@ from compile_fsdp.runtime.placement import (
 from compile_fsdp.runtime.redistribute import redistribute
 from compile_fsdp.runtime.row_dtensor import dtensor_of
 from compile_fsdp.runtime.streams import Lane
-from compile_fsdp.runtime.torch_internals import DTensorSpec
 
 __all__ = ["DBuffer"]
 
@@ -62,10 +59,6 @@ class DBuffer:
         alignment: For the default layout, in elements.
         local: 1-D storage for this rank's part; by default new, uninitialised memory.
 
-    Attributes:
-        shard_axes: The mesh axes that cut the buffer, and this rank's place on them.
-        segment: ``(start, stop)`` of ``local`` in the global flat buffer, in elements.
-
     Raises:
         TypeError, ValueError: The arguments do not fit one another.
     """
@@ -88,7 +81,6 @@ class DBuffer:
         self.tensor_shapes = tuple(tuple(shape) for shape in tensor_shapes)
         self.dtype = dtype
         check_placements("buffer", self.placements, axis_names(mesh))
-        self.shard_axes = ShardAxes.of(mesh, self.placements)
         self.layout = layout or make_layout(
             self.tensor_shapes,
             int(mesh.size()),
@@ -96,13 +88,20 @@ class DBuffer:
             shard_layout=shard_layout,
             alignment=alignment,
         )
-        self._check_layout()
-        # By tensor index; made when first asked for.
-        self._specs: dict[int, DTensorSpec] = {}
-        self._pieces: dict[int, tuple[int, int, tuple[int, ...]]] = {}
-        self.segment = self._segment_on(self.shard_axes)
+        self._check_shapes()
+        self._geometry = Geometry(mesh, self.placements, self.layout)
         self.device = _device(mesh, device, local)
         self.local = self._new_local() if local is None else self._checked(local)
+
+    @property
+    def shard_axes(self) -> ShardAxes:
+        """The mesh axes that cut the buffer, and this rank's place on them."""
+        return self._geometry.shard_axes
+
+    @property
+    def segment(self) -> tuple[int, int]:
+        """``(start, stop)`` of ``local`` in the global flat buffer, in elements."""
+        return self._geometry.segment
 
     @classmethod
     def from_local(
@@ -178,7 +177,7 @@ class DBuffer:
     def part_of(self, index: int, full: torch.Tensor) -> torch.Tensor:
         """What this rank holds of ``full``, a full value of tensor ``index``; 1-D, no copy where
         ``full`` is contiguous."""
-        first, last = self._elements(index)
+        first, last = self._geometry.elements(index)
         return full.detach().reshape(-1)[first:last]
 
     def cast(self, dtype: torch.dtype) -> DBuffer:
@@ -198,15 +197,14 @@ class DBuffer:
         Raises:
             ValueError: ``placements`` need data that this rank does not hold.
         """
-        axes = axis_names(self.mesh)
-        check_placements("buffer", placements, axes)
-        for axis, old, new in zip(axes, self.placements, placements, strict=True):
+        geometry = self._geometry.at(placements)
+        for axis, (old, new) in enumerate(zip(self.placements, placements, strict=True)):
             if old != new and not is_sharded(new):
                 raise ValueError(
-                    f"view of axis {axis!r} as {new}: it is {old}, and a view only narrows, to the "
-                    "same or a sharded placement; use redistribute()"
+                    f"view of axis {axis_names(self.mesh)[axis]!r} as {new}: it is {old}, and a "
+                    "view only narrows, to the same or a sharded placement; use redistribute()"
                 )
-        start, stop = self._segment_on(ShardAxes.of(self.mesh, placements))
+        start, stop = geometry.segment
         with torch.inference_mode(False), torch.no_grad():
             local = self.local[start - self.segment[0] : stop - self.segment[0]]
         return self.like(placements, local)
@@ -247,7 +245,7 @@ class DBuffer:
         Shape ``(n_rows, *shape[1:])``, so ``(0, *shape[1:])`` when it has none; a 0-D tensor is
         0-D where it lives and ``(0,)`` elsewhere. In a ``Flat`` layout, which cuts rows, 1-D.
         """
-        start, stop, shape = self._pieces.get(index) or self._piece(index)
+        start, stop, shape = self._geometry.piece(index)
         return self.local[start:stop].view(shape)
 
     def get_dtensor(self, index: int, *, own_storage: bool = False) -> DTensor:
@@ -263,7 +261,7 @@ class DBuffer:
             local = self.get_local_tensor(index)
             if own_storage:
                 local = from_dlpack(local) if local.numel() else torch.empty_like(local)
-            return dtensor_of(local, self._spec(index))
+            return dtensor_of(local, self._geometry.spec(index, self.dtype))
 
     def shard_tensor(self, index: int, full: torch.Tensor) -> DTensor:
         """``full``, a full value of tensor ``index``, as a DTensor distributed like this buffer.
@@ -274,21 +272,7 @@ class DBuffer:
         with torch.inference_mode(False), torch.no_grad():
             part = self.part_of(index, full).to(self.device, self.dtype, copy=True)
             local = part.view(self.get_local_tensor(index).shape)
-            return dtensor_of(local, self._spec(index))
-
-    def _spec(self, index: int) -> DTensorSpec:
-        spec = self._specs.get(index)
-        if spec is None:
-            shape = self.tensor_shapes[index]
-            if self.shard_axes.axes and not shape:
-                raise ValueError(
-                    f"tensor {index} is 0-D: DTensor cannot shard it, having no dim 0. Give 0-D "
-                    "tensors a buffer whose placements shard nothing"
-                )
-            rows = self._rows(index)
-            spec = make_spec(self.mesh, self.placements, shape, self.dtype, rows, self.shard_axes)
-            self._specs[index] = spec
-        return spec
+            return dtensor_of(local, self._geometry.spec(index, self.dtype))
 
     @property
     def has_storage(self) -> bool:
@@ -330,61 +314,44 @@ class DBuffer:
             f"elements {start}..{stop} of {self.layout.size} on {self.device})"
         )
 
-    # Segments.
+    # Others of the same kind.
+
+    def check_placements(self, placements: Sequence[Placement]) -> None:
+        """Raise TypeError or ValueError unless a buffer like this one may have ``placements``."""
+        self._geometry.at(placements)
 
     def local_numel(self, placements: Sequence[Placement]) -> int:
         """Elements that this rank would hold at ``placements``."""
-        start, stop = self._segment_on(ShardAxes.of(self.mesh, placements))
-        return stop - start
+        return self._geometry.at(placements).numel
 
-    def _segment_on(self, axes: ShardAxes) -> tuple[int, int]:
-        return self.layout.segment(axes.segment, axes.num_shards)
-
-    def _rows(self, index: int) -> tuple[int, ...]:
-        """Rows of tensor ``index`` in each segment."""
-        return self.layout.rows_by_segment(index, self.shard_axes.num_shards)
-
-    def _elements(self, index: int) -> tuple[int, int]:
-        return self.layout.elements(index, self.shard_axes.segment, self.shard_axes.num_shards)
-
-    def _piece(self, index: int) -> tuple[int, int, tuple[int, ...]]:
-        """``(start, stop)`` of tensor ``index`` in ``local``, and the shape of what is there."""
-        first, last = self._elements(index)
-        here, shape = last - first, self.tensor_shapes[index]
-        numel = math.prod(shape)
-        if 0 < numel == here:
-            held = shape
-        elif not shape or (numel and isinstance(strictest_shard(self.placements), Flat)):
-            held = (here,)
-        else:
-            segment, shards = self.shard_axes.segment, self.shard_axes.num_shards
-            held = (self.layout.rows(index, segment, shards)[1], *shape[1:])
-        # The offset of an empty piece may lie outside of the segment.
-        start = self.layout.tensor_to_offset[index] + first - self.segment[0] if here else 0
-        self._pieces[index] = (start, start + here, held)
-        return self._pieces[index]
+    def segment_sizes(self, axis: int) -> list[int]:
+        """Elements of the segments of the ranks along mesh ``axis``, in rank order."""
+        return self._geometry.segment_sizes(axis)
 
     def like(self, placements: Sequence[Placement], local: torch.Tensor | None = None) -> DBuffer:
         """A buffer with this one's mesh, shapes, layout and device.
 
         Over ``local``, or else of this one's dtype over new, uninitialised memory.
         """
-        dtype = self.dtype if local is None else local.dtype
-        shapes, device = self.tensor_shapes, self.device
-        return DBuffer(
-            self.mesh, placements, shapes, dtype, device, layout=self.layout, local=local
-        )
+        buffer = DBuffer.__new__(type(self))
+        buffer._geometry = self._geometry.at(placements)
+        buffer.mesh, buffer.layout = self.mesh, self.layout
+        buffer.placements = tuple(placements)
+        buffer.tensor_shapes = self.tensor_shapes
+        buffer.dtype = self.dtype if local is None else local.dtype
+        buffer.device = self.device if local is None else local.device
+        buffer.local = buffer._new_local() if local is None else buffer._checked(local)
+        return buffer
 
     # Construction and checks.
 
     def _new_local(self) -> torch.Tensor:
         # A buffer made under inference mode could never be written by training.
         with torch.inference_mode(False), torch.no_grad():
-            size = self.segment[1] - self.segment[0]
-            return torch.empty(size, dtype=self.dtype, device=self.device)
+            return torch.empty(self._geometry.numel, dtype=self.dtype, device=self.device)
 
     def _checked(self, local: torch.Tensor) -> torch.Tensor:
-        size = self.segment[1] - self.segment[0]
+        size = self._geometry.numel
         if local.ndim != 1 or not local.is_contiguous() or local.numel() != size:
             raise ValueError(
                 f"local: expected a contiguous 1-D tensor of {size} elements, this rank's segment "
@@ -394,17 +361,10 @@ class DBuffer:
             raise ValueError(f"local: expected dtype {self.dtype}, found {local.dtype}")
         return local
 
-    def _check_layout(self) -> None:
+    def _check_shapes(self) -> None:
         if self.layout.tensor_shapes != self.tensor_shapes:
             raise ValueError(
                 f"layout: expected shapes {self.tensor_shapes}, found {self.layout.tensor_shapes}"
-            )
-        shards = self.shard_axes.num_shards
-        if self.layout.num_shards % shards:
-            raise ValueError(
-                f"layout: placements {self.placements} cut the buffer into {shards}, which does "
-                f"not divide the layout's {self.layout.num_shards} segments; make the "
-                "layout for all axes that any buffer of the group shards"
             )
 
     @property

@@ -71,9 +71,7 @@ class MainGradient:
         # Partial is held like Replicate, and the outer reduction works in place: the finished
         # gradient is a part of the very storage that the unfinished one is in.
         held = [Replicate() if each.is_partial() else each for each in buffer.placements]
-        self.finished = DBuffer.from_local(
-            buffer.local, buffer.mesh, held, buffer.tensor_shapes, layout=buffer.layout
-        ).view(self._finished_placements)
+        self.finished = buffer.like(held, buffer.local).view(self._finished_placements)
 
     def accumulate(
         self,

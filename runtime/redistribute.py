@@ -20,7 +20,7 @@ import torch
 from torch.distributed.tensor import Placement, Replicate
 
 from compile_fsdp.runtime import collectives
-from compile_fsdp.runtime.placement import axis_names, check_placements, is_sharded
+from compile_fsdp.runtime.placement import axis_names, is_sharded
 from compile_fsdp.runtime.streams import Lane, make_lane
 
 if TYPE_CHECKING:
@@ -39,10 +39,10 @@ def redistribute(
     label: str,
 ) -> DBuffer:
     """See `DBuffer.redistribute`."""
-    axes = axis_names(source.mesh)
-    check_placements("buffer", placements, axes)
+    source.check_placements(placements)
     changed = [axis for axis, old in enumerate(source.placements) if old != placements[axis]]
     if len(changed) > 1:
+        axes = axis_names(source.mesh)
         raise ValueError(
             f"redistribute {source.placements} to {placements}: one axis changes per call, found "
             f"{[axes[axis] for axis in changed]}; call redistribute() once for each"
@@ -119,7 +119,7 @@ def _gather(move: _Move, axis: int) -> DBuffer:
         target.local,
         source.local,
         source.mesh.get_group(axis),
-        _segment_sizes(source, axis),
+        source.segment_sizes(axis),
         depends=move.depends,
         label=move.label,
     )
@@ -133,7 +133,7 @@ def _reduce_scatter(move: _Move, axis: int) -> DBuffer:
         target.local,
         source.local,
         source.mesh.get_group(axis),
-        _segment_sizes(target, axis),
+        target.segment_sizes(axis),
         average=True,
         depends=move.depends,
         label=move.label,
@@ -179,15 +179,6 @@ def _kind(placement: Placement) -> str:
     if is_sharded(placement):
         return "shard"
     return "replicate" if isinstance(placement, Replicate) else "partial"
-
-
-def _segment_sizes(sharded: DBuffer, axis: int) -> list[int]:
-    """Elements of the segments of the ranks along ``axis``, in rank order."""
-    axes = sharded.shard_axes
-    segments = [
-        sharded.layout.segment(number, axes.num_shards) for number in axes.segments_along(axis)
-    ]
-    return [stop - start for start, stop in segments]
 
 
 def _check_out(source: DBuffer, placements: tuple[Placement, ...], out: DBuffer) -> None:
