@@ -8,12 +8,13 @@ modules.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 from typing import TYPE_CHECKING
 
 import torch
 
 from compile_fsdp.runtime.context import GroupContext
+from compile_fsdp.runtime.host_state import Uncapturable
 from compile_fsdp.runtime.parameter_group import FsdpParameterGroup, Phase
 from compile_fsdp.runtime.torch_internals import in_backward
 
@@ -158,6 +159,17 @@ class FsdpContext(GroupContext):
             [each.name for each in following.groups]
         ):
             following.prefetch(phase)
+
+    def reached_from(self, group: FsdpParameterGroup) -> tuple[FsdpParameterGroup, ...]:
+        """See `GroupContext.reached_from`."""
+        following = self._beyond[Phase.BACKWARD if in_backward() else Phase.FORWARD].get(group)
+        return () if following is None else following.groups
+
+    def host_flags(self) -> Hashable:
+        """See `GroupContext.host_flags`."""
+        if self._on_demand:
+            raise Uncapturable("parameters are unsharded on demand")
+        return super().host_flags()
 
     def _drop_unheld(self, *, also_kept: bool = True) -> None:
         """Prefetched for somebody who never came, or kept by a forward for one."""

@@ -30,7 +30,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple, NoReturn
@@ -48,6 +49,7 @@ __all__ = [
     "Step",
     "WatchedWork",
     "agreement_of",
+    "announced",
     "listed_gradients",
 ]
 
@@ -155,6 +157,23 @@ class _Claim:
         return cls(int(rank), int(position), text)
 
 
+# The lists of the `announced` contexts that are open. Not a context variable: backward may run in
+# autograd's own threads, which do not inherit one.
+_open_lists: list[list[tuple[Agreement, Step]]] = []
+
+
+@contextmanager
+def announced() -> Iterator[list[tuple[Agreement, Step]]]:
+    """Collect what this process announces while the context is open: whoever does the same again
+    without asking the host (a captured graph) must announce it again."""
+    steps: list[tuple[Agreement, Step]] = []
+    _open_lists.append(steps)
+    try:
+        yield steps
+    finally:
+        _open_lists[:] = [other for other in _open_lists if other is not steps]
+
+
 _ADVICE = (
     "Every rank must use the same parameters in the same order. Where only gradients differ "
     "(experts of one block), compile_fsdp.zero_missing_gradients(model) lets a rank contribute "
@@ -206,6 +225,8 @@ class Agreement:
         Raises:
             RuntimeError: another rank starts something else, or has given up.
         """
+        for steps in _open_lists:
+            steps.append((self, step))
         with self._lock:
             if self._failure:
                 raise RuntimeError(self._failure)

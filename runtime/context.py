@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ import torch
 
 from .agreement import Step, agreement_of
 from .dbuffer import DBuffer
+from .host_state import Uncapturable
 from .memory import Memory
 from .merging import gather_together, reduce_together
 from .streams import Event, Lane, make_lane
@@ -43,6 +44,11 @@ class CommunicationLanes:
             reduce_inner=make_lane(device, "reduce_inner"),
             reduce_outer=make_lane(device, "reduce_outer"),
         )
+
+    @property
+    def distinct(self) -> tuple[Lane, ...]:
+        """All lanes, each once."""
+        return tuple(dict.fromkeys((self.gather, self.reduce_inner, self.reduce_outer)))
 
 
 class GroupContext:
@@ -234,3 +240,39 @@ class GroupContext:
         self.lanes.reduce_inner.synchronize()
         self.lanes.reduce_outer.synchronize()
         self._in_flight.clear()
+
+    # Captured graphs ---------------------------------------------------------------------------
+
+    def join_lanes(self) -> None:
+        """Compute issued after this sees all that is on the lanes now."""
+        for lane in self.lanes.distinct:
+            lane.synchronize()
+        self._in_flight.clear()
+
+    def fork_lanes(self) -> None:
+        """What the lanes do from now on comes after what compute has issued so far."""
+        for lane in self.lanes.distinct:
+            lane.wait_current()
+
+    def host_flags(self) -> Hashable:
+        """What a graph's ops ask this context, as far as it is no group's.
+
+        Raises:
+            Uncapturable: they need the host.
+        """
+        if in_backward() and (self.zeros_missing_gradients or self._withheld):
+            raise Uncapturable("gradients are kept back until the backward ends")
+        # A forward is the same for every microbatch.
+        return self.eager_depth > 0, in_backward() and self.is_last_microbatch
+
+    def reached_from(self, group: FsdpParameterGroup) -> Sequence[FsdpParameterGroup]:
+        """The groups whose gathers `prefetch_beyond_graph` starts."""
+        return ()
+
+    def has_reduced(self, group: FsdpParameterGroup) -> bool:
+        """Whether ``group`` has reduced gradients in the running backward."""
+        return group in self._reduced
+
+    def note_reduced(self, group: FsdpParameterGroup) -> None:
+        """``group`` has reduced gradients in the running backward, and compute sees them."""
+        self._reduced[group] = None

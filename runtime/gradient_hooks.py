@@ -58,6 +58,13 @@ class GradientHooks:
         hooks = gradient_hooks(self._parameters[index])
         return [hook for hook in hooks if not isinstance(hook, _Guard)]
 
+    def any_of_users(self) -> bool:
+        """Whether users have hung any hook on these parameters."""
+        return any(
+            self._users_hooks(index) or post_accumulate_hooks(parameter)
+            for index, parameter in enumerate(self._parameters)
+        )
+
     def see(self, reduced: DBuffer, indices: Sequence[int], lane: Lane) -> None:
         """Show each hooked parameter its part of ``reduced``, and take in what hooks return.
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from .dbuffer import DBuffer
 from .gradient_hooks import GradientHooks
+from .host_state import GradientState, Uncapturable
 from .memory import Memory
 from .placement import differing_axes
 from .streams import Event, Lane
@@ -221,6 +222,44 @@ class MainGradient:
             if all(parameter.grad is None for parameter in self._parameters):
                 self.buffer, self.finished = self._unallocated
                 self._bound.clear()
+
+    def forget_events(self) -> None:
+        """Compute has waited for all that this group's reductions have on lanes."""
+        self._outer_event = self._carry_in_use = None
+
+    def host_state(self) -> GradientState:
+        """What the next `accumulate` or `finish` decides by.
+
+        Raises:
+            Uncapturable: hooks of the user must be called, or a ``.grad`` be taken over.
+        """
+        if self.hooks.any_of_users():
+            raise Uncapturable("a parameter has hooks")
+        gradients = tuple(parameter.grad for parameter in self._parameters)
+        for index, gradient in enumerate(gradients):
+            if gradient is not None and gradient is not self._bound.get(index):
+                raise Uncapturable("a .grad was not put there by a backward")
+        return GradientState(
+            address=self.buffer.local.data_ptr(),
+            bound=tuple(gradient is not None for gradient in gradients),
+            stale=self._stale,
+            carry_address=0 if self._carry is None else self._carry.data_ptr(),
+            buffers=(self.buffer, self.finished),
+            gradients=gradients,
+            carry=self._carry,
+        )
+
+    def put_host_state(self, state: GradientState) -> None:
+        """Be as in ``state``, which a recorded run of a graph has left behind."""
+        self.buffer, self.finished = state.buffers
+        self._stale, self._carry = state.stale, state.carry
+        self._bound.clear()
+        for index, gradient in enumerate(state.gradients):
+            if gradient is not None:
+                self._bound[index] = gradient
+            if self._parameters[index].grad is not gradient:
+                self._parameters[index].grad = None
+                self._parameters[index].grad = gradient
 
     def _bind(self, buffer: DBuffer, indices: Sequence[int]) -> None:
         for index in indices:

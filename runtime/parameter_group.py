@@ -250,6 +250,11 @@ class FsdpParameterGroup(GroupUnsharding):
         """The view of ``main_grad`` at the optimizer's placements; None when frozen."""
         return self._gradient.finished if self._gradient and self.requires_grad else None
 
+    @property
+    def gradient(self) -> MainGradient | None:
+        """How gradients accumulate; None before any parameter has been trainable."""
+        return self._gradient
+
     # For passes, ops and compilers -------------------------------------------------------------
 
     @property

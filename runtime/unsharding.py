@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
+from .host_state import UnshardingState
 from .streams import Event, Lane
 from .torch_internals import in_backward, writes_of
 from .weights import GroupWeights
@@ -150,3 +151,34 @@ class Unsharding:
             )
         self.holders -= 1
         return self.holders == 0
+
+    # Captured graphs ---------------------------------------------------------------------------
+
+    def forget_events(self) -> None:
+        """Compute has waited for all that the events stand for."""
+        self._ready = None
+        self._ready_for.clear()
+
+    def host_state(self) -> UnshardingState:
+        """What the next `unshard`, `release` or `drop` decides by."""
+        return UnshardingState(
+            address=self.weights.full.local.data_ptr(),
+            holders=self.holders,
+            is_unsharded=self.is_unsharded,
+            kept=self.kept,
+            always_refreshes=self.always_refreshes,
+            outdated=self._full_outdated and self.is_unsharded and self.weights.gathers,
+            refreshes=self.maybe_stepped or writes_of(self.sharded) != self._synced_writes,
+            redistributes=self.weights.redistribution_due,
+        )
+
+    def put_host_state(self, state: UnshardingState) -> None:
+        """Be as in ``state``, which a recorded run of a graph has left behind."""
+        self.holders = state.holders
+        self.is_unsharded = state.is_unsharded
+        self.kept = state.kept
+        self._full_outdated = state.outdated
+        self.weights.redistribution_due = state.redistributes
+        if not state.refreshes:
+            self.maybe_stepped = False
+            self._synced_writes = writes_of(self.sharded)

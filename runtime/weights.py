@@ -42,6 +42,7 @@ class GroupWeights:
 
     Attributes:
         gathers: False where ``full`` is ``model``: nothing is sharded, or there is one rank.
+        redistribution_due: the model weight is stale but for the optimizer's part of it.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class GroupWeights:
             self.main = self.post_optimizer
         self.gathers = shard_count(mesh, model_placements) > 1
         self.full = self._make_full(mesh, layout)
-        self._redistribution_due = False
+        self.redistribution_due = False
 
     def _make_full(self, mesh: DeviceMesh, layout: GlobalLayout) -> DBuffer:
         replicated = [Replicate()] * mesh.ndim
@@ -110,15 +111,15 @@ class GroupWeights:
         """
         if self.main is not self.model and self.main is not self.post_optimizer:
             self.post_optimizer.local.copy_(self.main.local)
-        self._redistribution_due = self.post_optimizer.placements != self.model.placements
+        self.redistribution_due = self.post_optimizer.placements != self.model.placements
 
     def redistribute(self, lane: Lane, label: str) -> bool:
         """Bring a stale model weight up to date on ``lane``; False if it was not stale."""
-        if not self._redistribution_due:
+        if not self.redistribution_due:
             return False
         lane.wait_current()
         widen(self.post_optimizer, self.model, lane, label=label)
-        self._redistribution_due = False
+        self.redistribution_due = False
         return True
 
     @property
