@@ -31,8 +31,8 @@ class FsdpContext(GroupContext):
 
     is_driven = True
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
+    def __init__(self, device: torch.device, *, unified: bool = False) -> None:
+        super().__init__(device, unified=unified)
         self.root = 0
         self._forward_order: list[FsdpUnit] = []
         self._next: dict[Phase, dict[FsdpUnit, FsdpUnit]] = {}

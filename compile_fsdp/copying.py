@@ -89,6 +89,6 @@ def _shard_alike(module: nn.Module, unit: FsdpUnit, memo: dict[Any, Any]) -> Non
             for fqn in parameter.fqns
         }
         groups.append(group.sharded_alike(module, members))
-    commit(module, tuple(groups), unit.context.device)
+    commit(module, tuple(groups), unit.context.device, unified=unit.context.unified)
     context = cast(FsdpUnit, module.__dict__[UNIT_ATTRIBUTE]).context
     context.zeros_missing_gradients = unit.context.zeros_missing_gradients

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor import Partial, Placement, Replicate
 
+from compile_fsdp.runtime import process_groups
 from compile_fsdp.runtime.agreement import agreement_of
+from compile_fsdp.runtime.group_arguments import mesh_device
 from compile_fsdp.runtime.mixed_precision import MixedPrecisionPolicy
 from compile_fsdp.runtime.parameter_group import (
     FsdpParameterGroup,
@@ -22,6 +23,13 @@ from compile_fsdp.runtime.placement import Placements, ShardLayout
 from compile_fsdp.runtime.registry import registry
 from compile_fsdp.runtime.torch_internals import move_hooks
 
+from .argument_checks import (
+    check_backends,
+    check_devices,
+    check_kinds,
+    check_options,
+    check_types,
+)
 from .context import FsdpContext
 from .eager import install_hooks, watch_gradients
 from .module import (
@@ -40,11 +48,12 @@ def fully_shard(
     mesh: DeviceMesh,
     placements: Placements | None = None,
     mixed_precision_policy: MixedPrecisionPolicy | None = None,
-    use_symm_mem: bool = False,
+    use_symm_mem: bool | Literal["if_available"] = False,
     *,
     grad_scale: float = 1.0,
     shard_layout: ShardLayout = ShardLayout.PADDED,
     parameter_to_owner: Mapping[nn.Parameter, int] | None = None,
+    unify_communication_stream: bool = False,
 ) -> None:
     """Shard ``module`` in place: it owns every parameter below it that no FSDP child owns.
 
@@ -71,24 +80,36 @@ def fully_shard(
         shard_layout: ``PADDED`` gives every rank a segment of equal size where that takes at most
             3 % of padding, ``PACKED`` has no padding and segments that differ.
         parameter_to_owner: for ``TensorAtomic``: which rank holds which parameter.
+        unify_communication_stream: put all-gathers and reductions on one stream, in one
+            communicator: they then overlap with compute and not with each other. Of nested calls
+            that of the root counts; the others make communicators that the root does not use
+            unless they say so too.
 
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: ``module`` is sharded already and nothing below it is new, has no parameters
             at all, one of its parameters is owned by another FSDP module, is lazy, sparse or a
-            DTensor, or is on another device type than the mesh, or the placements do not fit the
-            mesh. The module is then exactly as before.
+            DTensor, or is on another device type than the mesh, the placements do not fit the
+            mesh, or the mesh's devices are not there or its process groups cannot communicate on
+            them. The module is then exactly as before.
         NotImplementedError: a feature of the signature that is not available yet.
     """
-    _check_types(module, mesh, placements, mixed_precision_policy)
-    _check_options(grad_scale, shard_layout, parameter_to_owner)
+    check_types(module, mesh, placements, mixed_precision_policy)
+    check_options(
+        grad_scale, shard_layout, parameter_to_owner, use_symm_mem, unify_communication_stream
+    )
     module = without_compile_wrapper(module)
     placements = placements if placements is not None else _default_placements(mesh)
     dp_mesh = _data_parallel_mesh(mesh, placements)
     owned = _owned_parameters(module)
     _check_not_sharded(module, owned)
-    _check_kinds(owned)
-    _check_devices(owned, mesh)
+    check_kinds(owned)
+    check_backends(mesh, dp_mesh)
+    check_devices(owned, mesh)
+
+    partition = _partition(owned)
+    of_groups = [_group_placements(placements, members, dp_mesh) for members in partition]
+    _make_communicators(dp_mesh, of_groups, unified=unify_communication_stream)
 
     before = {parameter: (parameter.data, dict(parameter.__dict__)) for parameter in owned.values()}
     try:
@@ -97,14 +118,14 @@ def fully_shard(
                 module,
                 members,
                 dp_mesh,
-                *_group_placements(placements, members, dp_mesh),
+                *of_group,
                 mixed_precision_policy or MixedPrecisionPolicy(),
                 grad_scale,
-                use_symm_mem,
+                bool(use_symm_mem),
                 parameter_to_owner,
                 shard_layout,
             )
-            for members in _partition(owned)
+            for members, of_group in zip(partition, of_groups, strict=True)
         )
     except BaseException:
         for parameter, (data, attributes) in before.items():
@@ -113,7 +134,7 @@ def fully_shard(
             parameter.__dict__.update(attributes)
         raise
     device = groups[0].device if groups else torch.device(mesh.device_type)
-    commit(module, groups, device)
+    commit(module, groups, device, unified=unify_communication_stream)
 
 
 @contextlib.contextmanager
@@ -185,44 +206,6 @@ def _contexts(module: nn.Module, caller: str) -> list[FsdpContext]:
 
 
 # Checks ---------------------------------------------------------------------------------------
-
-
-def _check_types(
-    module: nn.Module,
-    mesh: DeviceMesh,
-    placements: Placements | None,
-    policy: MixedPrecisionPolicy | None,
-) -> None:
-    for name, value, expected, optional in (
-        ("module", module, nn.Module, False),
-        ("mesh", mesh, DeviceMesh, False),
-        ("placements", placements, Placements, True),
-        ("mixed_precision_policy", policy, MixedPrecisionPolicy, True),
-    ):
-        if not isinstance(value, expected) and not (optional and value is None):
-            raise TypeError(
-                f"fully_shard: {name} must be a {expected.__name__}"
-                f"{' or None' if optional else ''}, got {type(value).__name__}"
-            )
-
-
-def _check_options(grad_scale: object, shard_layout: object, owners: object) -> None:
-    if isinstance(grad_scale, bool) or not isinstance(grad_scale, (int, float)):
-        raise TypeError(
-            f"fully_shard: grad_scale must be a number, got {type(grad_scale).__name__}"
-        )
-    if not math.isfinite(grad_scale):
-        raise ValueError(f"fully_shard: grad_scale must be finite, got {grad_scale}")
-    if not isinstance(shard_layout, ShardLayout):
-        raise TypeError(
-            f"fully_shard: shard_layout must be a ShardLayout, got {shard_layout!r}; pass "
-            "ShardLayout.PADDED or ShardLayout.PACKED"
-        )
-    if owners is not None and not isinstance(owners, Mapping):
-        raise TypeError(
-            "fully_shard: parameter_to_owner must be a mapping from parameters to ranks or None, "
-            f"got {type(owners).__name__}"
-        )
 
 
 def _check_not_sharded(module: nn.Module, owned: Mapping[str, nn.Parameter]) -> None:
@@ -313,33 +296,6 @@ def _collect(
             _collect(child, f"{prefix}{name}.", owned, children, seen)
 
 
-def _check_kinds(owned: Mapping[str, nn.Parameter]) -> None:
-    tensors: Mapping[str, torch.Tensor] = owned
-    for fqn, parameter in tensors.items():
-        if isinstance(parameter, nn.UninitializedParameter):
-            found, way_out = "has no shape yet", "run a forward of the lazy module first"
-        elif isinstance(parameter, DTensor):
-            found, way_out = "is a DTensor", "shard the plain module: tensors have one owner"
-        elif parameter.layout is not torch.strided:
-            found, way_out = f"has the layout {parameter.layout}", "make it dense (to_dense())"
-        else:
-            continue
-        raise ValueError(
-            f"fully_shard: parameter {fqn!r} {found}: expected a dense, plain tensor; {way_out}"
-        )
-
-
-def _check_devices(owned: Mapping[str, nn.Parameter], mesh: DeviceMesh) -> None:
-    for fqn, parameter in owned.items():
-        if parameter.device.type not in (mesh.device_type, "meta"):
-            raise ValueError(
-                f"parameter {fqn!r} is on {parameter.device} but the mesh is for "
-                f"{mesh.device_type!r} devices; move the module first "
-                f"(module.to({mesh.device_type!r})) or build the mesh with "
-                f"init_device_mesh({parameter.device.type!r}, ...)"
-            )
-
-
 # Grouping -------------------------------------------------------------------------------------
 
 
@@ -364,19 +320,46 @@ def _group_placements(
     return replicated, [Partial("avg")] * mesh.ndim, replicated
 
 
+# Communicators --------------------------------------------------------------------------------
+
+
+def _make_communicators(
+    mesh: DeviceMesh,
+    placements: Sequence[tuple[Sequence[Placement], Sequence[Placement], Sequence[Placement]]],
+    *,
+    unified: bool,
+) -> None:
+    """Make what groups of these placements communicate in, unless it is there. Collective."""
+    device = mesh_device(mesh)
+    for each in placements:
+        uses = process_groups.lanes_over(mesh, *each)
+        if not unified:
+            process_groups.separate(mesh, uses)
+        if device.type == "cuda":
+            used = process_groups.groups_in_use(mesh, uses, unified=unified)
+            process_groups.check_bound_device(used, device)
+            process_groups.connect(used, device)
+
+
 # Committing -----------------------------------------------------------------------------------
 
 
-def commit(module: nn.Module, groups: tuple[FsdpParameterGroup, ...], device: torch.device) -> None:
+def commit(
+    module: nn.Module,
+    groups: tuple[FsdpParameterGroup, ...],
+    device: torch.device,
+    *,
+    unified: bool = False,
+) -> None:
     """Make ``module`` an FSDP module that owns ``groups``: everything that changes it.
 
     Nothing here fails for what a user passed.
     """
     unit: FsdpUnit | None = module.__dict__.get(UNIT_ATTRIBUTE)
     if unit is not None:
-        _extend(module, unit, groups)
+        _extend(module, unit, groups, unified=unified)
         return
-    context = FsdpContext(device)
+    context = FsdpContext(device, unified=unified)
     unit = FsdpUnit(groups, context)
     module.__dict__[UNIT_ATTRIBUTE] = unit
     _place_shards(module, groups)
@@ -387,13 +370,16 @@ def commit(module: nn.Module, groups: tuple[FsdpParameterGroup, ...], device: to
     install_hooks(module, unit)
 
 
-def _extend(module: nn.Module, unit: FsdpUnit, groups: tuple[FsdpParameterGroup, ...]) -> None:
+def _extend(
+    module: nn.Module, unit: FsdpUnit, groups: tuple[FsdpParameterGroup, ...], *, unified: bool
+) -> None:
     """Take ``groups`` of new parameters, and units that are new below, into a sharded module."""
     _place_shards(module, groups)
     known = len(unit.groups)
     unit.groups += groups
     if _has_new_units(module):
-        _adopt(module, FsdpContext(unit.context.device))
+        unified = unified or unit.context.unified
+        _adopt(module, FsdpContext(unit.context.device, unified=unified))
     else:
         model = _model_number(module)
         for number, group in enumerate(groups, start=known):

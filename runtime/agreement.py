@@ -51,6 +51,7 @@ __all__ = [
     "agreement_of",
     "announced",
     "listed_gradients",
+    "share_agreement",
 ]
 
 TIMEOUT_VARIABLE = "COMPILE_FSDP_TIMEOUT"
@@ -121,6 +122,11 @@ class Step(NamedTuple):
     def end_of_backward(cls, model: str) -> Step:
         """No collective, but the news that no more gradients come."""
         return cls("the end of a backward", model, 0, None)
+
+    @classmethod
+    def preparation(cls, what: str, detail: str) -> Step:
+        """No collective, but something that all ranks do together."""
+        return cls(what, detail, 0, None)
 
     @classmethod
     def of(cls, kind: str, label: str, full: torch.Tensor) -> Step:
@@ -450,6 +456,12 @@ def agreement_of(group: dist.ProcessGroup) -> Agreement | None:
         agreement = None if alone else Agreement(group, _timeout_of(group))
         _agreements[group] = agreement
         return agreement
+
+
+def share_agreement(group: dist.ProcessGroup, other: dist.ProcessGroup) -> None:
+    """What ``group`` is about to do belongs to the same program as what ``other`` does, over the
+    same ranks: one order is learnt for both, and the end of a backward counts for both."""
+    _agreements[group] = agreement_of(other)
 
 
 def _timeout_of(group: dist.ProcessGroup) -> float:

@@ -21,6 +21,7 @@ from .dbuffer import DBuffer
 from .host_state import Uncapturable
 from .memory import Memory
 from .merging import gather_together, reduce_together
+from .process_groups import GATHER, REDUCE_INNER, REDUCE_OUTER, UNIFIED
 from .streams import Event, Lane, make_lane
 from .torch_internals import at_end_of_backward, in_backward
 
@@ -37,13 +38,12 @@ class CommunicationLanes:
     reduce_outer: Lane
 
     @classmethod
-    def create(cls, device: torch.device) -> CommunicationLanes:
-        """New lanes on ``device``."""
-        return cls(
-            gather=make_lane(device, "gather"),
-            reduce_inner=make_lane(device, "reduce_inner"),
-            reduce_outer=make_lane(device, "reduce_outer"),
-        )
+    def create(cls, device: torch.device, *, unified: bool = False) -> CommunicationLanes:
+        """New lanes on ``device``; ``unified``: one for all kinds, on which nothing overlaps."""
+        if unified:
+            lane = make_lane(device, UNIFIED)
+            return cls(lane, lane, lane)
+        return cls(*[make_lane(device, name) for name in (GATHER, REDUCE_INNER, REDUCE_OUTER)])
 
     @property
     def distinct(self) -> tuple[Lane, ...]:
@@ -55,6 +55,7 @@ class GroupContext:
     """Lanes, microbatch state and backward bookkeeping of one root's parameter groups.
 
     Attributes:
+        unified: whether all communication is on one lane.
         is_last_microbatch: whether a backward that runs now ends an optimizer step.
         is_driven: whether somebody calls `wait_for_reductions` when a backward ends. A group used
             by itself has no such driver, and its reductions are waited for at once.
@@ -66,8 +67,9 @@ class GroupContext:
 
     is_driven = False
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, unified: bool = False) -> None:
         self.device = device
+        self.unified = unified
         self.memory = Memory()
         self.is_last_microbatch = True
         self.zeros_missing_gradients = False
@@ -81,7 +83,7 @@ class GroupContext:
     @functools.cached_property
     def lanes(self) -> CommunicationLanes:
         """Made when first needed: of a nest of FSDP modules only the root's context runs."""
-        lanes = CommunicationLanes.create(self.device)
+        lanes = CommunicationLanes.create(self.device, unified=self.unified)
         for lane in (lanes.gather, lanes.reduce_inner, lanes.reduce_outer):
             lane.memory = self.memory
         return lanes

@@ -25,6 +25,7 @@ from . import collectives
 from .agreement import Label
 from .dbuffer import DBuffer
 from .memory import Memory
+from .process_groups import group_of_lane
 from .streams import Lane
 from .unsharding import Unsharding
 
@@ -69,7 +70,8 @@ def _gather_staged(lane: Lane, groups: Sequence[tuple[str, Unsharding]]) -> None
     staged = _new(lane.memory, sum(sizes), first, f"staged {label}", lane)
     with lane.allocating():
         torch.cat(shards, out=sent)
-    collectives.all_gather(lane, staged, sent, first.mesh.get_group(axis), sizes, label=label)
+    group = group_of_lane(first.mesh, axis, lane.name)
+    collectives.all_gather(lane, staged, sent, group, sizes, label=label)
     parts = [
         each.full.local[slice(*cut[rank])]
         for rank in ranks
@@ -104,7 +106,7 @@ def reduce_together(
     packed = [group.pack(gradients) for group, gradients in contributions.items()]
     first, axis = packed[0], groups[0].reduced_axis
     assert axis is not None
-    process_group = first.mesh.get_group(axis)
+    process_group = group_of_lane(first.mesh, axis, lane.name)
     ranks, own = range(process_group.size()), process_group.rank()
     cuts = [[each.layout.segment(rank, len(ranks)) for rank in ranks] for each in packed]
     sizes = [[stop - start for start, stop in cut] for cut in cuts]

@@ -21,6 +21,7 @@ from torch.distributed.tensor import Placement, Replicate
 
 from compile_fsdp.runtime import collectives
 from compile_fsdp.runtime.placement import axis_names, is_sharded
+from compile_fsdp.runtime.process_groups import group_of_lane
 from compile_fsdp.runtime.streams import Lane, make_lane
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def _gather(move: _Move, axis: int) -> DBuffer:
         move.lane,
         target.local,
         source.local,
-        source.mesh.get_group(axis),
+        group_of_lane(source.mesh, axis, move.lane.name),
         source.segment_sizes(axis),
         depends=move.depends,
         label=move.label,
@@ -132,7 +133,7 @@ def _reduce_scatter(move: _Move, axis: int) -> DBuffer:
         move.lane,
         target.local,
         source.local,
-        source.mesh.get_group(axis),
+        group_of_lane(source.mesh, axis, move.lane.name),
         target.segment_sizes(axis),
         average=True,
         depends=move.depends,
@@ -147,7 +148,7 @@ def _all_reduce(move: _Move, axis: int) -> DBuffer:
     collectives.all_reduce(
         move.lane,
         target.local,
-        move.source.mesh.get_group(axis),
+        group_of_lane(move.source.mesh, axis, move.lane.name),
         average=True,
         depends=move.depends,
         label=move.label,

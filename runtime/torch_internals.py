@@ -88,6 +88,16 @@ def process_group_timeout(group: dist.ProcessGroup) -> timedelta:
     return timeout
 
 
+def hashed_group_name(group: dist.ProcessGroup) -> str:
+    """The name that torch would give a new group of the members of ``group`` now.
+
+    Members who make a group without the rest of the world meet under this name. It depends on how
+    many groups this rank is in (up to torch 2.13), or has made (2.14): no public number.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    return dist.distributed_c10d._hash_ranks_to_str(ranks)
+
+
 def is_fake_group(group: dist.ProcessGroup) -> bool:
     """Whether ``group`` communicates with nobody: torch's fake backend, for planning."""
     return dist.get_backend(group) == "fake"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -22,6 +23,7 @@ from compile_fsdp import (
     fully_shard,
     microbatch,
 )
+from compile_fsdp.argument_checks import check_backend
 from compile_fsdp.runtime.parameter_group import Phase
 from tests.distributed import distributed
 from tests.modes import mesh_of
@@ -153,7 +155,17 @@ def test_owners(options: dict[str, Any], error: type[Exception], reason: str) ->
         ({"parameter_to_owner": [0, 1]}, TypeError, "parameter_to_owner must be a mapping"),
         ({"placements": (S,)}, TypeError, "placements must be a Placements or None, got tuple"),
         ({"mixed_precision_policy": "bf16"}, TypeError, "must be a MixedPrecisionPolicy or None"),
-        ({"use_symm_mem": True}, NotImplementedError, "use_symm_mem=True is not available yet"),
+        (
+            {"use_symm_mem": "yes"},
+            TypeError,
+            "use_symm_mem must be True, False or 'if_available', g",
+        ),
+        ({"use_symm_mem": 1}, TypeError, "use_symm_mem must be True, False or .*, got 1"),
+        (
+            {"unify_communication_stream": "gather"},
+            TypeError,
+            "unify_communication_stream must be True or False, got 'gather'",
+        ),
     ],
 )
 @distributed(2)
@@ -162,6 +174,67 @@ def test_options(options: dict[str, Any], error: type[Exception], reason: str) -
     with pytest.raises(error, match=reason):
         fully_shard(sharded, cpu_mesh(), **options)
     assert type(sharded) is nn.Sequential
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@distributed(2)
+def test_cuda_where_there_is_none() -> None:
+    mesh = init_device_mesh("cuda", (2,), mesh_dim_names=("dp",))
+    sharded = model()
+    reason = "built without CUDA; install" if torch.version.cuda is None else "finds no GPU: look"
+    for module in (sharded, sharded.to("meta")):
+        with pytest.raises(ValueError, match=rf"is for 'cuda' .* there is none: .*{reason}.*'cpu'"):
+            fully_shard(module, mesh)
+        assert type(sharded) is nn.Sequential
+
+
+@distributed(2)
+def test_devices_of_other_kinds() -> None:
+    mesh = init_device_mesh("xpu", (2,), mesh_dim_names=("dp",))
+    with pytest.raises(ValueError, match=r"is for 'xpu' devices; expected 'cuda' or 'cpu'. Build"):
+        fully_shard(model(), mesh)
+
+
+@distributed(2)
+def test_modules_on_cuda_and_a_mesh_on_cpu() -> None:
+    """A fake tensor says that it is on a device that is not there."""
+    with FakeTensorMode():
+        sharded = model()
+        sharded[1].weight = nn.Parameter(torch.empty(2, 4, device="cuda:0"))
+    reason = r"'1.weight' is on cuda:0 but .* for 'cpu'.*module.to\('cpu'\).*mesh\('cuda', ...\)"
+    with pytest.raises(ValueError, match=reason):
+        fully_shard(sharded, cpu_mesh())
+
+
+@pytest.mark.parametrize(
+    ("found", "device_type", "reason"),
+    [
+        ("gloo", "cuda", "axis 'dp' communicates by 'gloo'; expected 'nccl'. {}"),
+        (None, "cuda", "axis 'dp' communicates by no backend at all; expected 'nccl'. {}"),
+        (
+            None,
+            "cpu",
+            "axis 'dp' communicates by no .*; expected 'gloo'. Call .*'cpu:gloo,cuda:nccl'",
+        ),
+        (
+            "nccl",
+            "cpu",
+            "axis 'dp' communicates by 'nccl'; expected 'gloo'. Call init_process_group",
+        ),
+    ],
+)
+def test_backends_that_do_not_serve_a_device(
+    found: str | None, device_type: str, reason: str
+) -> None:
+    has_nccl = torch.distributed.is_nccl_available()
+    way_out = "Call init_process_group" if has_nccl else "torch .* was built without NCCL: install"
+    with pytest.raises(ValueError, match=reason.format(way_out)):
+        check_backend(found, device_type, "dp")
+
+
+def test_backends_that_serve_a_device() -> None:
+    for found, device_type in (("gloo", "cpu"), ("mpi", "cpu"), ("nccl", "cuda")):
+        check_backend(found, device_type, "dp")
 
 
 @distributed(2)

@@ -99,11 +99,11 @@ def test_a_mesh_of_another_device_type_is_refused_by_parameter() -> None:
     class CudaMesh:  # a CUDA mesh cannot be made here; only its device type is looked at
         device_type = "cuda"
 
-    from compile_fsdp.fully_shard import _check_devices
+    from compile_fsdp.argument_checks import check_devices
 
     model = nn.Linear(4, 4)
     with pytest.raises(ValueError, match=r"'weight' is on cpu but the mesh is for 'cuda'") as error:
-        _check_devices(dict(model.named_parameters()), CudaMesh())
+        check_devices(dict(model.named_parameters()), CudaMesh())
     assert "module.to('cuda')" in str(error.value)
 
 

@@ -1,0 +1,5 @@
+"""Symmetric memory."""
+
+from __future__ import annotations
+
+IF_AVAILABLE = "if_available"
