@@ -43,7 +43,7 @@ from compile_fsdp.runtime.placement import (
     is_average,
     strictest_shard,
 )
-from compile_fsdp.runtime.streams import Lane, make_lane
+from compile_fsdp.runtime.streams import Lane
 
 __all__ = ["QuantizedDBuffer", "quantized_layout"]
 
@@ -238,9 +238,8 @@ class QuantizedDBuffer:
                 self._check_memory("quantize_", columnwise)
                 for index in range(len(self.tensor_shapes)):
                     rows = main_weight.get_local_tensor(index)
-                    for plane, values in zip(
-                        planes, quantize(rows, columnwise=columnwise), strict=True
-                    ):
+                    quantized = quantize(rows, columnwise=columnwise)
+                    for plane, values in zip(planes, quantized, strict=True):
                         plane.get_local_tensor(index).copy_(values.view(torch.uint8))
         return self
 
@@ -299,23 +298,17 @@ class QuantizedDBuffer:
         if out is not None:
             targets = out.planes_for(rowwise=rowwise, columnwise=columnwise)
         _check_placements(self.mesh, new_placements)
-        # One lane for all planes: their collectives are in flight together.
-        own_lane = make_lane(self.device, "redistribute") if lane is None else None
-        if own_lane is not None:
-            own_lane.wait_current()
         moved = [
             plane.redistribute(
                 new_placements,
                 target,
-                lane=lane or own_lane,
+                lane=lane,
                 # What is on the lane before the first plane is before the others as well.
                 depends=depends and number == 0,
                 label=label,
             )
             for number, (plane, target) in enumerate(zip(planes, targets, strict=True))
         ]
-        if own_lane is not None:
-            own_lane.synchronize()
         return self._over(moved, rowwise=rowwise, columnwise=columnwise) if out is None else out
 
     def _over(
@@ -350,24 +343,29 @@ class QuantizedDBuffer:
             plane.has_storage and not plane.shard_axes.axes for plane in planes
         )
 
-    def release_storage(self, *, rowwise: bool, columnwise: bool) -> None:
+    def release_storage(self, lane: Lane | None = None, *, rowwise: bool, columnwise: bool) -> None:
         """Free the memory of some planes, keeping them and every view of them.
+
+        Args:
+            lane: Whose memory it is; None: the current stream's.
+            rowwise, columnwise: Of which planes.
 
         Raises:
             RuntimeError: A plane is a part of another buffer's storage.
             ValueError: The buffer was made without some of them.
         """
         for plane in self.planes_for(rowwise=rowwise, columnwise=columnwise):
-            plane.release_storage()
+            plane.release_storage(lane)
 
-    def reallocate_storage(self, *, rowwise: bool, columnwise: bool) -> None:
+    def reallocate_storage(
+        self, lane: Lane | None = None, label: str = "", *, rowwise: bool, columnwise: bool
+    ) -> None:
         """Give some planes and their views uninitialised memory again; nothing if they have it.
 
-        Raises:
-            As `release_storage`.
+        ``label`` says what it is for; the rest is as for `release_storage`.
         """
         for plane in self.planes_for(rowwise=rowwise, columnwise=columnwise):
-            plane.reallocate_storage()
+            plane.reallocate_storage(lane, label)
 
     def __repr__(self) -> str:
         kinds = " and ".join(map(_name, self._planes))

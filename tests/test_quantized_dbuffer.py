@@ -190,14 +190,20 @@ def test_planes_have_storage_of_their_own() -> None:
     gathered.release_storage(**BOTH)
     assert not gathered.is_rowwise_unsharded
     assert not gathered.is_columnwise_unsharded
-    gathered.reallocate_storage(**ROWWISE)
-    source.redistribute([R], gathered, **ROWWISE)
+    lane = make_lane(torch.device("cpu"), "gather")
+    gathered.reallocate_storage(lane, "block", **ROWWISE)
+    source.redistribute([R], gathered, lane=lane, **ROWWISE)
+    lane.synchronize()
+    assert lane.memory.live_bytes == sum(
+        plane.local.numel() for plane in gathered.planes_for(**ROWWISE)
+    )
     assert gathered.is_rowwise_unsharded
     assert not gathered.is_columnwise_unsharded
     assert torch.equal(view.view(torch.uint8), quantize(full[0])[0].view(torch.uint8))
     with pytest.raises(RuntimeError, match=r"dequantize: the columnwise planes .* been released"):
         gathered.dequantize(0, columnwise=True)
-    gathered.release_storage(**ROWWISE)
+    gathered.release_storage(lane, **ROWWISE)
+    assert lane.memory.live_bytes == 0
     gathered.reallocate_storage(**COLUMNWISE)
     source.redistribute([R], gathered, **COLUMNWISE)
     check_rows(gathered, full, True)
