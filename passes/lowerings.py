@@ -5,7 +5,8 @@ unless it sees a mutation. Two lowerings tell it what it cannot know:
 
 ``unshard``
     The buffer belongs to the runtime, which takes its memory away at ``release``. Inductor must
-    never give that memory to another tensor after the last read.
+    never give that memory to another tensor after the last read. It is aligned, as whole
+    allocations are, and parameters in it start at multiples of 16 bytes.
 
 ``wait``, ``release``, ``keep``
     Pointwise reads are kept unevaluated until something needs them. Before a buffer is mutated
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 
-from .torch_internals import evaluate_reads_of, exclude_from_reuse, lower_opaque_op
+from .torch_internals import declare_aligned, evaluate_reads_of, exclude_from_reuse, lower_opaque_op
 
 
 @functools.cache
@@ -33,6 +34,7 @@ def register() -> None:
     def unshard(call: Any, *args: Any) -> Any:
         full = call(*args)
         exclude_from_reuse(full)
+        declare_aligned(full)
         return full
 
     def mutate(call: Any, full: Any, *args: Any) -> Any:

@@ -136,6 +136,17 @@ def exclude_from_reuse(buffer: Any) -> None:
     V.graph.never_reuse_buffers.add(buffer.get_name())
 
 
+def declare_aligned(buffer: Any) -> None:
+    """Let code that reads ``buffer`` count on addresses that are multiples of 16 bytes.
+
+    Inductor takes the result of an opaque op for unaligned when any argument of it may be, also one
+    that is there for the order only, and loads from it in smaller pieces. It keeps a list of names.
+    """
+    from torch._inductor.virtualized import V
+
+    V.graph.unaligned_buffers.discard(buffer.get_name())
+
+
 def evaluate_reads_of(buffer: Any) -> None:
     """Give every pending read of ``buffer`` its place in the order now.
 

@@ -38,6 +38,12 @@ SLOW_FILES = frozenset(
 """Long, and about one corner each: `make test` leaves them out, `make test-slow` and CI do not."""
 
 
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Let pyproject.toml set a time-out where pytest-timeout, which heeds it, is not installed."""
+    if not pluginmanager.hasplugin("timeout"):
+        parser.addini("timeout", "seconds for a test; without pytest-timeout nobody counts them")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests of `SLOW_FILES`."""

@@ -54,7 +54,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 
-__all__ = ["Pool", "RankFailure", "distributed", "run", "shut_down"]
+__all__ = ["Pool", "RankFailure", "distributed", "forget", "run", "shut_down"]
 
 DEFAULT_TIMEOUT = 120.0
 SEED = 1234
@@ -340,10 +340,10 @@ def _in_fresh_world(task: _Task) -> Any:
         dist.barrier()
         return body(*arguments, **keywords)
     finally:
-        _forget()
+        forget()
 
 
-def _forget() -> None:
+def forget() -> None:
     """Undo what a body leaves behind in its process."""
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
