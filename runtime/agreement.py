@@ -33,13 +33,13 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from .communication_errors import CommunicationError, likely_cause
 from .torch_internals import is_fake_group, process_group_timeout
 
 __all__ = [
@@ -47,7 +47,6 @@ __all__ = [
     "Agreement",
     "Label",
     "Step",
-    "WatchedWork",
     "agreement_of",
     "announced",
     "listed_gradients",
@@ -67,8 +66,8 @@ _KEPT = 4096
 _REMEMBERED = 1024
 # Names that a message lists.
 _MOST_NAMES = 6
-# A blocked rank looks into the store after these many seconds, growing from the first to the last.
-_FIRST_LOOK, _LAST_LOOK = 0.25, 2.0
+# A blocked rank looks into the store after these many seconds, at first.
+FIRST_LOOK = 0.25
 _FIRST_POLL = 0.002
 
 
@@ -229,13 +228,13 @@ class Agreement:
         """This rank starts ``step`` next; returns its position among all steps.
 
         Raises:
-            RuntimeError: another rank starts something else, or has given up.
+            CommunicationError: another rank starts something else, or has given up.
         """
         for steps in _open_lists:
             steps.append((self, step))
         with self._lock:
             if self._failure:
-                raise RuntimeError(self._failure)
+                raise CommunicationError(self._failure)
             number = self._numbers.setdefault(step, len(self._numbers))
             known = self._followed.setdefault(self._context, {})
             if len(known) != 1 or number not in known:
@@ -274,8 +273,8 @@ class Agreement:
         # Asked again and again: a wait in the store that runs out of time is logged as a fault.
         while not self._is_there(everyone, step):
             time.sleep(pause)
-            pause = min(2 * pause, _FIRST_LOOK)
-            if pause == _FIRST_LOOK:
+            pause = min(2 * pause, FIRST_LOOK)
+            if pause == FIRST_LOOK:
                 self._look(step, self._position, time.monotonic() - began)
 
     def _is_there(self, key: str, step: Step) -> bool:
@@ -288,31 +287,38 @@ class Agreement:
         """This rank has been waiting in ``step`` for ``waited`` seconds.
 
         Raises:
-            RuntimeError: another rank does something else or has given up, or ``waited`` is too
-                much.
+            CommunicationError: another rank does something else or has given up, or ``waited`` is
+                too much.
         """
         with self._lock:
             self._look(step, position, waited)
 
-    def failed(self, step: Step, error: BaseException) -> NoReturn:
-        """``step`` ended with ``error``: say so to the others.
+    def failed(
+        self,
+        step: Step,
+        error: BaseException,
+        group: dist.ProcessGroup,
+        *,
+        what: str = "complete",
+    ) -> NoReturn:
+        """``step`` in ``group`` ended with ``error``, or could not start: say so to the others.
 
         Raises:
-            RuntimeError: always.
+            CommunicationError: always.
         """
         with self._lock:
             if self._failure:
-                raise RuntimeError(self._failure) from error
+                raise CommunicationError(self._failure) from error
             self._stop(
-                f"rank {self._rank} could not complete the {step} with ranks "
-                f"{_listed(self._ranks)}: {_first_line(error)}. Most likely one of these ranks "
-                "has ended; its own output says why",
+                f"rank {self._rank} could not {what} the {step} with ranks "
+                f"{_listed(self._ranks)} in process group {group.group_desc!r}: "
+                f"{_first_line(error)}. {likely_cause(error)}",
                 error,
             )
 
     def _look(self, step: Step, position: int, waited: float) -> None:
         if self._failure:
-            raise RuntimeError(self._failure)
+            raise CommunicationError(self._failure)
         stopped, claim = self._read_store(step, position)
         if stopped:
             self._give_up(stopped, step)
@@ -374,11 +380,11 @@ class Agreement:
         except RuntimeError:
             recorded = text
         self._failure = recorded if recorded == text else f"{recorded}\n(rank {self._rank}: {text})"
-        raise RuntimeError(self._failure) from cause
+        raise CommunicationError(self._failure) from cause
 
     def _give_up(self, text: str, step: Step) -> NoReturn:
         self._failure = f"{text}\n(rank {self._rank} was waiting for the {step})"
-        raise RuntimeError(self._failure)
+        raise CommunicationError(self._failure)
 
     def _lost_store(self, step: Step, error: BaseException) -> NoReturn:
         self._failure = (
@@ -386,59 +392,7 @@ class Agreement:
             f"{step}: {_first_line(error)}. The process that holds the store (often rank 0) has "
             "ended; its own output says why"
         )
-        raise RuntimeError(self._failure) from error
-
-
-class WatchedWork:
-    """A work on the host that is waited for with one eye on the other ranks."""
-
-    def __init__(self, work: dist.Work, agreement: Agreement, step: Step, position: int) -> None:
-        self._work = work
-        self._agreement = agreement
-        self._step = step
-        self._position = position
-
-    def wait(self) -> None:
-        """Wait until the work is done.
-
-        Raises:
-            RuntimeError: it failed, another rank does something else, or the time is over.
-        """
-        patience = _Patience(self._agreement.timeout)
-        while True:
-            try:
-                self._work.wait(timedelta(seconds=patience.next_look()))
-                return
-            except RuntimeError as error:
-                # A wait that ran out of time leaves the work as it was.
-                if self._work.is_completed():
-                    self._conclude(error)
-                    return
-                self._agreement.blocked(self._step, self._position, patience.waited)
-
-    def _conclude(self, late: RuntimeError) -> None:
-        """The work is over; ``late`` may only say that the wait was a moment too short."""
-        try:
-            self._work.wait()
-        except RuntimeError:
-            self._agreement.failed(self._step, late)
-
-
-class _Patience:
-    """How long somebody has been waiting, and when to look up next."""
-
-    def __init__(self, timeout: float) -> None:
-        self._began = time.monotonic()
-        self._longest = min(_LAST_LOOK, timeout / 4)
-        self._look = min(_FIRST_LOOK, self._longest)
-
-    @property
-    def waited(self) -> float:
-        return time.monotonic() - self._began
-
-    def next_look(self) -> float:
-        look, self._look = self._look, min(2 * self._look, self._longest)
-        return look
+        raise CommunicationError(self._failure) from error
 
 
 _agreements: weakref.WeakKeyDictionary[dist.ProcessGroup, Agreement | None] = (

@@ -19,12 +19,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 import torch.distributed as dist
 
-from compile_fsdp.runtime.agreement import Step, WatchedWork, agreement_of
+from compile_fsdp.runtime.agreement import Step
+from compile_fsdp.runtime.announcing import Works, in_agreement
 from compile_fsdp.runtime.streams import Lane, Waitable
 
 __all__ = ["CollectiveRecord", "all_gather", "all_reduce", "recorded", "reduce_scatter"]
@@ -213,17 +213,6 @@ def all_reduce(
         lane.then(_without_autograd(lambda: tensor.mul_(1.0 / group.size())))
 
 
-class _Works:
-    """Several works that are waited for together."""
-
-    def __init__(self, works: Sequence[Waitable]) -> None:
-        self.works = works
-
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()
-
-
 def _announced(
     start: Callable[[], Waitable | None],
     kind: str,
@@ -231,24 +220,14 @@ def _announced(
     group: dist.ProcessGroup,
     label: str,
 ) -> Callable[[], Waitable | None]:
-    """``start``, as soon as the ranks of ``group`` agree on it; on the host, what it returns also
-    notices that they do not any more."""
+    """``start``, recorded, as soon as the ranks of ``group`` agree on it."""
+    agreed = in_agreement(start, Step.of(kind, label, full), group, full.device)
 
-    def agreed() -> Waitable | None:
+    def recording() -> Waitable | None:
         _record(kind, full, group, label)
-        agreement = agreement_of(group)
-        if agreement is None:
-            return start()
-        step = Step.of(kind, label, full)
-        position = agreement.announce(step)
-        work = start()
-        if work is None or full.device.type == "cuda":
-            return work
-        works = work.works if isinstance(work, _Works) else [work]
-        watched = [WatchedWork(cast(dist.Work, each), agreement, step, position) for each in works]
-        return watched[0] if len(watched) == 1 else _Works(watched)
+        return agreed()
 
-    return agreed
+    return recording
 
 
 def _broadcast_each(
@@ -265,7 +244,7 @@ def _broadcast_each(
             work = dist.broadcast(part, source, group=group, async_op=True)
             if work is not None:
                 works.append(work)
-    return _Works(works)
+    return Works(works)
 
 
 def _reduce_scatter_by_all_to_all(

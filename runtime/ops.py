@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from .communication_errors import CommunicationError
 from .registry import registry
 from .torch_internals import in_backward
 
@@ -103,8 +104,12 @@ def _implements(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
         def kernel(*args: Any) -> Any:
             for recording in _open_recordings:
                 recording.append(ExecutedStep(name, args[1]))
-            with torch.inference_mode(False), torch.no_grad():
-                return function(*args)
+            try:
+                with torch.inference_mode(False), torch.no_grad():
+                    return function(*args)
+            except CommunicationError as error:
+                error.add_place(f"at compile_fsdp.{name} of {args[1]!r} in a graph")
+                raise
 
         _library.impl(name, kernel, "CompositeExplicitAutograd")
         return function

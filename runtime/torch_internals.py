@@ -98,6 +98,13 @@ def hashed_group_name(group: dist.ProcessGroup) -> str:
     return dist.distributed_c10d._hash_ranks_to_str(ranks)
 
 
+def sequence_number(group: dist.ProcessGroup) -> int:
+    """How many collectives ``group`` has started: the number that NCCL's watchdog prints and its
+    flight recorder stores, which has no public name."""
+    number: int = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+    return number
+
+
 def is_fake_group(group: dist.ProcessGroup) -> bool:
     """Whether ``group`` communicates with nobody: torch's fake backend, for planning."""
     return dist.get_backend(group) == "fake"
