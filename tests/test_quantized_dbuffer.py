@@ -217,6 +217,35 @@ def test_planes_have_storage_of_their_own() -> None:
 
 
 @distributed(2)
+def test_data_and_scales_in_one_storage() -> None:
+    """Whoever owns the bytes frees them; a matrix is two strided views of what was gathered."""
+    mesh = init_device_mesh("cpu", (2,))
+    layout = quantized_layout(SHAPES, 2, alignment=16)
+    full = matrices()
+    main = DBuffer.distribute_tensors(full, mesh, [S], layout=layout)
+    source = QuantizedDBuffer(mesh, [S], SHAPES, layout=layout).quantize_(main)
+    storage = torch.empty(layout.size + layout.size // 32, dtype=torch.uint8)
+    gathered = QuantizedDBuffer(
+        mesh,
+        [R],
+        SHAPES,
+        layout=layout,
+        rowwise=False,
+        local=[storage[: layout.size], storage[layout.size :]],
+    )
+    source.redistribute([R], gathered, **COLUMNWISE)
+    assert gathered.is_columnwise_unsharded
+    for offset, (rows, cols), tensor in zip(layout.tensor_to_offset, SHAPES, full, strict=True):
+        data = storage.as_strided((rows, cols), (cols, 1), offset)
+        scales = storage.as_strided((rows // 32, cols), (cols, 1), layout.size + offset // 32)
+        expected, expected_scales = quantize(tensor, columnwise=True)
+        assert torch.equal(data, expected.view(torch.uint8))
+        assert torch.equal(scales, expected_scales)
+    storage.untyped_storage().resize_(0)
+    assert not gathered.is_columnwise_unsharded
+
+
+@distributed(2)
 def test_planes_of_one_lane_are_in_flight_together() -> None:
     """Only the first collective of a move waits for what the lane still writes."""
     mesh = init_device_mesh("cpu", (2,))
