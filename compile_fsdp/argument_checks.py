@@ -17,6 +17,9 @@ from compile_fsdp.runtime.process_groups import backend_of
 from compile_fsdp.runtime.symmetric_memory import IF_AVAILABLE
 from compile_fsdp.runtime.torch_internals import is_fake_group
 
+# torch's own backends that do not serve these devices, or (gloo on a GPU) through the host only.
+_OF_OTHER_DEVICES = {"cpu": ("nccl",), "cuda": ("gloo", "mpi")}
+
 
 def check_types(
     module: nn.Module,
@@ -141,9 +144,8 @@ def check_backend(found: str | None, device_type: str, axis: str | int) -> None:
     Raises:
         ValueError: it cannot.
     """
-    if device_type == "cpu" and found not in (None, "nccl"):
-        return
-    if device_type == "cuda" and found is not None and found.startswith("nccl"):
+    # Other people's backends may serve any device.
+    if found is not None and found not in _OF_OTHER_DEVICES[device_type]:
         return
     way_out = "Call init_process_group('cpu:gloo,cuda:nccl', ...) before the mesh is made"
     if device_type == "cuda" and not dist.is_nccl_available():

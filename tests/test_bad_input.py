@@ -233,7 +233,7 @@ def test_backends_that_do_not_serve_a_device(
 
 
 def test_backends_that_serve_a_device() -> None:
-    for found, device_type in (("gloo", "cpu"), ("mpi", "cpu"), ("nccl", "cuda")):
+    for found, device_type in (("gloo", "cpu"), ("mpi", "cpu"), ("nccl", "cuda"), ("own", "cuda")):
         check_backend(found, device_type, "dp")
 
 
