@@ -41,9 +41,9 @@ class CompileOptions:
         inner: who compiles the compute: ``"inductor"``, or ``"aot_eager"``, which runs the graphs
             op by op and is bitwise equal to the eager driver.
         verify: prove every rewritten graph right (see ``passes/verify.py``); costs compile time.
-        prefetch, memory_budget, activation_bytes, reshard_after_forward, merge_below, equal_shapes,
-            cost_model: what the schedules should be like; see `compile_fsdp.passes.policy.Policy`
-            and `parse_policy` for their values and defaults.
+        prefetch, memory_budget, activation_bytes, reshard_after_forward, merge_below, arena,
+            equal_shapes, cost_model: what the schedules should be like; see
+            `compile_fsdp.passes.policy.Policy` and `parse_policy` for their values and defaults.
         inductor: extra Inductor config values for this compilation, by name.
     """
 
@@ -54,6 +54,7 @@ class CompileOptions:
     activation_bytes: int | str | None = None
     reshard_after_forward: bool | str | Mapping[str, bool] = "auto"
     merge_below: int | str = 0
+    arena: bool = False
     equal_shapes: bool = False
     cost_model: CostModel | str | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)

@@ -180,5 +180,5 @@ class FsdpContext(GroupContext):
     def _drop_on_demand(self) -> None:
         for group in list(self._on_demand):
             del self._on_demand[group]
-            if group.is_held:
+            if group.is_readable:
                 group.drop()

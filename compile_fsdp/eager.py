@@ -268,7 +268,7 @@ def _reduce_when_complete(
         if unit is None or group is None:
             return
         unit.context.finish_at_end_of_backward()
-        if group.gathers and not group.is_held:
+        if group.gathers and not group.is_readable:
             raise RuntimeError(
                 f"parameter {fqn!r} got a gradient although nothing announced the backward of its "
                 f"FSDP module {unit.fqn or '<root>'!r}, so its weights were not there: what the "

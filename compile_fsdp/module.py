@@ -75,7 +75,7 @@ class ParameterSlot:
         parameter = self.group.parameters[self.index]
         if registered is not parameter.sharded:
             return self._replaced(registered)
-        if self.group.is_held:
+        if self.group.is_readable:
             return parameter.unsharded
         context = cast("FsdpContext", self.group.context)
         if context.is_computing:
@@ -199,7 +199,7 @@ class FsdpUnit:
     def prefetch(self, phase: Phase) -> None:
         """Start this unit's gathers for somebody who will hold them soon."""
         for group in self.groups:
-            group.unshard_parameters(phase)
+            group.prefetch(phase)
 
 
 class _Sharded:

@@ -57,7 +57,7 @@ def write_schedule(
         groups: description of every group of the model, by name.
         schedule: the plan made from ``uses.facts``.
     """
-    writer = GraphWriter(graph, uses, groups)
+    writer = GraphWriter(graph, uses, groups, schedule.arena)
     for step in schedule.steps:
         writer.record(_WRITERS[type(step)](writer, step))
     erase_markers(writer)

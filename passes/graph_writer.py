@@ -11,7 +11,7 @@ from torch.fx.node import Argument, map_arg
 
 from compile_fsdp.runtime.group_info import GroupInfo
 
-from .steps import Step
+from .steps import ArenaPlan, Step
 from .uses import GraphUses
 
 
@@ -22,8 +22,15 @@ class GraphWriter:
     must follow it: the gathered buffer or the token of a reduction.
     """
 
-    def __init__(self, graph: Graph, uses: GraphUses, groups: Mapping[str, GroupInfo]) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        uses: GraphUses,
+        groups: Mapping[str, GroupInfo],
+        arena: ArenaPlan | None = None,
+    ) -> None:
         self.graph = graph
+        self.arena = arena
         self.uses = uses
         self.groups = groups
         self.full: dict[str, Node] = {}
@@ -42,9 +49,16 @@ class GraphWriter:
         """Close a step: ``result`` is what naming it means."""
         self._results.append(result)
 
-    def call(self, target: Any, *args: Argument, before: Node, name: str | None = None) -> Node:
+    def call(
+        self,
+        target: Any,
+        *args: Argument,
+        before: Node,
+        name: str | None = None,
+        kwargs: Mapping[str, Argument] | None = None,
+    ) -> Node:
         """Insert a call of ``target``; see `insert_call`."""
-        return insert_call(self.graph, target, args, before=before, name=name)
+        return insert_call(self.graph, target, args, before=before, name=name, kwargs=kwargs)
 
     def readable(self, prefix: str, group: str) -> str:
         """A node name for people. Nothing depends on it; FX makes it unique and legal."""
@@ -52,11 +66,17 @@ class GraphWriter:
 
 
 def insert_call(
-    graph: Graph, target: Any, args: tuple[Argument, ...], *, before: Node, name: str | None = None
+    graph: Graph,
+    target: Any,
+    args: tuple[Argument, ...],
+    *,
+    before: Node,
+    name: str | None = None,
+    kwargs: Mapping[str, Argument] | None = None,
 ) -> Node:
     """Insert a call of ``target`` before a node, with its fake result in ``meta["val"]``."""
     with graph.inserting_before(before):
-        node = graph.create_node("call_function", target, args, name=name)
+        node = graph.create_node("call_function", target, args, dict(kwargs or {}), name=name)
     refresh_value(node)
     return node
 

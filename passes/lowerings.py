@@ -31,8 +31,8 @@ from .torch_internals import declare_aligned, evaluate_reads_of, exclude_from_re
 def register() -> None:
     """Register the lowerings with Inductor; idempotent."""
 
-    def unshard(call: Any, *args: Any) -> Any:
-        full = call(*args)
+    def unshard(call: Any, *args: Any, **where: Any) -> Any:
+        full = call(*args, **where)
         exclude_from_reuse(full)
         declare_aligned(full)
         return full

@@ -54,6 +54,8 @@ class Policy:
         merge_below: bytes of buffers up to which neighbouring groups share a gather, or a
             reduction; 0: never. None: as far as the cost model says that copying costs less than a
             collective.
+        arena: give every gathered buffer a planned place in one arena, and keep the runtime's other
+            memory from step to step: after the first steps nothing is allocated.
         equal_shapes: a promise that every rank always compiles with equal shapes; prefetching then
             counts the graph's own FLOPs instead of `CostModel.tokens` rows a rank.
         costs: the cost model.
@@ -67,6 +69,7 @@ class Policy:
     activation_bytes: int | None = None
     reshard_after_forward: Reshard = "auto"
     merge_below: int | None = 0
+    arena: bool = False
     equal_shapes: bool = False
     costs: CostModel = field(default_factory=lambda: cost_model("cpu"))
 
@@ -175,6 +178,7 @@ def parse_policy(options: Mapping[str, Any], device: str = "cpu") -> Policy:
         activation_bytes=_bytes_or_none("activation_bytes", options),
         reshard_after_forward=_reshard(options.get("reshard_after_forward", "auto")),
         merge_below=_merge_below(options.get("merge_below", 0)),
+        arena=_flag("arena", options.get("arena", False)),
         equal_shapes=_flag("equal_shapes", options.get("equal_shapes", False)),
         costs=costs,
     )

@@ -30,6 +30,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from .arena import plan_arena, with_places
 from .estimates import Keeping
 from .facts import GraphFacts, GraphKind, GroupFacts
 from .memory import memory_curve
@@ -91,6 +92,9 @@ def plan(
         [*(interval.group for interval in intervals), *(part.group for part in reductions)]
     )
     steps = _chained([slot.step for slot in slots])
+    arena = plan_arena(steps, facts, groups, keeping) if policy.arena else None
+    if arena is not None:
+        steps = with_places(steps, arena)
     known = {name: groups[name] for name in used}
     return Schedule(
         steps=steps,
@@ -100,6 +104,7 @@ def plan(
         timeline=timeline(steps, facts, known, policy.costs),
         budget=policy.budget_bytes,
         keeping=keeping,
+        arena=arena,
     )
 
 

@@ -22,12 +22,14 @@ from typing import Any, cast
 from torch.fx import Graph, Node
 
 from .aliases import is_view_of
+from .steps import NO_PLACE
 from .targets import (
     GATHER_TOGETHER,
     KEEP,
     REDUCE_INNER,
     REDUCE_TOGETHER,
     RELEASE,
+    UNSHARD,
     WAIT,
     WAIT_REDUCTIONS,
     is_call,
@@ -53,8 +55,18 @@ def show(graph: Graph) -> str:
 
 
 def _call(node: Node) -> str:
-    call = f"{op_name(node)}({', '.join(_operands(node))})"
+    operands = [*_operands(node), *_places(node)]
+    call = f"{op_name(node)}({', '.join(operands)})"
     return call if is_call(node, WAIT, RELEASE, KEEP, WAIT_REDUCTIONS) else f"{node.name} = {call}"
+
+
+def _places(node: Node) -> list[str]:
+    """Where in the arena a gather puts what it gathers, if its graph has one."""
+    if is_call(node, GATHER_TOGETHER) and "offsets" in node.kwargs:
+        return [f"at {' '.join(map(str, cast(list[int], node.kwargs['offsets'])))}"]
+    if is_call(node, UNSHARD) and node.kwargs.get("offset", NO_PLACE) != NO_PLACE:
+        return [f"at {node.kwargs['offset']}"]
+    return []
 
 
 def _order(node: Node) -> list[Node]:

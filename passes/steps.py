@@ -24,6 +24,33 @@ from typing import Any, ClassVar
 from .estimates import Keeping, MemoryCurve, Timeline
 from .facts import GraphFacts, GraphKind, GroupFacts
 
+NO_PLACE = -1
+"""The place of a buffer that has none: it is not gathered, or the graph has no arena."""
+
+
+@dataclass(frozen=True)
+class ArenaPlan:
+    """Places for the gathered buffers of one graph in one run of bytes.
+
+    Attributes:
+        offsets: of the first byte of each, by group.
+        size: bytes of the run.
+        bound: the most bytes that are live at once: no plan can do with less.
+    """
+
+    offsets: Mapping[str, int]
+    size: int
+    bound: int
+
+    def place(self, group: str) -> int:
+        """The offset of ``group``, `NO_PLACE` where it has none."""
+        return self.offsets.get(group, NO_PLACE)
+
+    def __str__(self) -> str:
+        more = self.size - self.bound
+        over = f", {format_bytes(more)} more than are live at once" if more else ""
+        return f"arena of {format_bytes(self.size)}{over}"
+
 
 @dataclass(frozen=True)
 class Step:
@@ -66,10 +93,12 @@ class GatherTogether(Step):
 
     Attributes:
         groups: in order of first reader.
+        places: for each its offset in the arena, where there is one.
     """
 
     op: ClassVar[str] = "gather_together"
     groups: tuple[str, ...] = ()
+    places: tuple[int, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -83,10 +112,12 @@ class Unshard(GroupStep):
     Attributes:
         gathered: it is there already, kept since the forward graph or gathered together with
             others: nothing is communicated.
+        place: its offset in the arena, where there is one.
     """
 
     op: ClassVar[str] = "unshard"
     gathered: bool = False
+    place: int = NO_PLACE
 
 
 @dataclass(frozen=True)
@@ -177,6 +208,7 @@ class Schedule:
         timeline: modelled times, by step.
         budget: the bytes that the policy allows a rank, None where it names no number.
         keeping: which groups stay unsharded between forward and backward, and why.
+        arena: places for what the steps gather; None where the policy does not ask for them.
     """
 
     steps: tuple[Step, ...]
@@ -186,6 +218,7 @@ class Schedule:
     timeline: Timeline = field(default_factory=Timeline)
     budget: int | None = None
     keeping: Keeping = field(default_factory=Keeping)
+    arena: ArenaPlan | None = None
 
     @property
     def kind(self) -> GraphKind:
@@ -214,7 +247,8 @@ class Schedule:
         """The schedule as a JSON text.
 
         ``steps`` has one object for each step with the fields of its class and its modelled
-        times (seconds); ``memory`` has the bytes at the peak and the curves by position.
+        times (seconds); ``memory`` has the bytes at the peak and the curves by position, ``arena``,
+        where there is one, its size and the offsets in it.
         """
         times = self.timeline.steps or (None,) * len(self.steps)
         rows = [
@@ -235,6 +269,8 @@ class Schedule:
             for name in ("compute", "communication", "exposed", "total")
         }
         parts = {"kind": self.kind.value, "steps": rows, "memory": memory, "seconds": seconds}
+        if self.arena is not None:
+            parts["arena"] = asdict(self.arena)
         return json.dumps({**parts, "keeping": asdict(self.keeping)}, indent=1)
 
     def __str__(self) -> str:
@@ -255,7 +291,8 @@ class Schedule:
             for steps, verb in ((gathered, "unshard"), (reduced, "reduce"))
             if steps
         ]
-        return f"{self.kind.value}: {', '.join(parts) or 'no communication'}"
+        arena = f"; {self.arena}" if self.arena else ""
+        return f"{self.kind.value}: {', '.join(parts) or 'no communication'}{arena}"
 
     def _row(self, number: int, step: Step) -> tuple[str, ...]:
         size = self._bytes(step)

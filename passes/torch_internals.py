@@ -112,7 +112,7 @@ def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
 
 
 def lower_opaque_op(op: Any, lowering: Callable[..., Any]) -> None:
-    """Have Inductor call ``lowering(call, *args)`` for ``op``; ``call(*args)`` is its default.
+    """Have Inductor call ``lowering(call, ...)`` for ``op``; ``call(...)`` is its default.
 
     Lowerings are Inductor's only hook with access to its buffers.
     """
@@ -120,8 +120,8 @@ def lower_opaque_op(op: Any, lowering: Callable[..., Any]) -> None:
 
     call = fallback_handler(op)
 
-    def lower(*args: Any) -> Any:
-        return lowering(call, *args)
+    def lower(*args: Any, **kwargs: Any) -> Any:
+        return lowering(call, *args, **kwargs)
 
     register_lowering(op, type_promotion_kind=None)(lower)
 

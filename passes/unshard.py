@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch.fx import Graph, Node
+from torch.fx.node import Argument
 
 from .aliases import AliasTree, alias_trees
 from .graph_writer import GraphWriter, insert_call, refresh_value
@@ -62,6 +63,7 @@ def write_gather_together(writer: GraphWriter, step: GatherTogether) -> Node:
         writer.named_by(step),
         before=writer.place(step),
         name="together",
+        kwargs=_in_arena(writer, offsets=list(step.places)),
     )
 
 
@@ -74,8 +76,14 @@ def write_unshard(writer: GraphWriter, step: Unshard) -> Node:
         writer.named_by(step),
         before=writer.place(step),
         name=writer.readable("full", step.group),
+        kwargs=_in_arena(writer, offset=step.place),
     )
     return writer.full[step.group]
+
+
+def _in_arena(writer: GraphWriter, **where: Argument) -> dict[str, Argument]:
+    """Where a gather puts what it gathers: not told in a graph without an arena."""
+    return {} if writer.arena is None else {**where, "arena": writer.arena.size}
 
 
 def write_wait(writer: GraphWriter, step: Wait) -> Node:

@@ -16,7 +16,9 @@ What is proven:
 - flat shards get None for a gradient;
 - only what the plan keeps for backward is kept, and only by a forward graph;
 - communication stands in the planned order and at the planned places, and arguments keep it there;
-- so many gathered bytes are live at each node as the plan says.
+- so many gathered bytes are live at each node as the plan says;
+- what is gathered into an arena overlaps nothing that is there at the same time, and what is kept
+  between forward and backward is where the other graph expects it.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from torch.fx import Graph, Node
 from compile_fsdp.runtime.group_info import GroupInfo
 
 from .aliases import AliasTree, alias_trees, written_arguments
+from .arena_proof import VerificationError, check_places_in_arena
 from .dependencies import Dependencies
 from .facts import GraphFacts, GraphKind
 from .gradients import graph_outputs
@@ -57,10 +60,9 @@ from .targets import (
     op_name,
     parameter_key,
 )
+from .uses import group_facts
 
-
-class VerificationError(RuntimeError):
-    """A rewritten graph is not provably right: a bug in the passes, never a user's fault."""
+__all__ = ["VerificationError", "verify"]
 
 
 def verify(
@@ -88,6 +90,7 @@ def verify(
     _check_places(rewritten, schedule)
     _check_live_bytes(rewritten, schedule)
     _check_order_by_arguments(rewritten)
+    check_places_in_arena(graph, facts, group_facts(groups), schedule)
 
 
 class _Rewritten:

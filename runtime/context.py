@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .agreement import Step, agreement_of
+from .arena import Place
 from .dbuffer import DBuffer
 from .host_state import Uncapturable
 from .memory import Memory
@@ -126,9 +127,13 @@ class GroupContext:
                 if self.eager_depth == 0:
                     group.expect_step()
 
-    def gather_together(self, groups: Sequence[FsdpParameterGroup]) -> None:
-        """Start gathering several groups by one collective; nobody holds them yet."""
-        gather_together(self.lanes.gather, [(group.label, group.unsharding) for group in groups])
+    def gather_together(
+        self, groups: Sequence[FsdpParameterGroup], places: Sequence[Place | None]
+    ) -> None:
+        """Start gathering several groups by one collective; nobody holds them yet. ``places`` has
+        for each where a plan puts it, if one does."""
+        named = [(group.label, group.unsharding) for group in groups]
+        gather_together(self.lanes.gather, named, places)
 
     def reduce_together(
         self, contributions: Mapping[FsdpParameterGroup, Mapping[int, torch.Tensor]]
@@ -172,8 +177,9 @@ class GroupContext:
         self._reduced.update(dict.fromkeys(groups))
         self._in_flight.append((self.lanes.reduce_inner.record_event(), sent))
         while len(self._in_flight) > 2:
-            event, _ = self._in_flight.popleft()
+            event, oldest = self._in_flight.popleft()
             event.wait()
+            self._give_back(oldest)
         if not self.is_driven:
             self.wait_for_reductions()
 
@@ -241,7 +247,16 @@ class GroupContext:
         """Compute issued after this sees finished gradients."""
         self.lanes.reduce_inner.synchronize()
         self.lanes.reduce_outer.synchronize()
+        self._give_back_all()
+
+    def _give_back_all(self) -> None:
+        """Compute has waited for whoever read what was sent."""
+        for _, sent in self._in_flight:
+            self._give_back(sent)
         self._in_flight.clear()
+
+    def _give_back(self, sent: DBuffer | torch.Tensor) -> None:
+        self.memory.give_back(sent.local if isinstance(sent, DBuffer) else sent)
 
     # Captured graphs ---------------------------------------------------------------------------
 
@@ -249,7 +264,7 @@ class GroupContext:
         """Compute issued after this sees all that is on the lanes now."""
         for lane in self.lanes.distinct:
             lane.synchronize()
-        self._in_flight.clear()
+        self._give_back_all()
 
     def fork_lanes(self) -> None:
         """What the lanes do from now on comes after what compute has issued so far."""
@@ -265,7 +280,8 @@ class GroupContext:
         if in_backward() and (self.zeros_missing_gradients or self._withheld):
             raise Uncapturable("gradients are kept back until the backward ends")
         # A forward is the same for every microbatch.
-        return self.eager_depth > 0, in_backward() and self.is_last_microbatch
+        last = in_backward() and self.is_last_microbatch
+        return self.eager_depth > 0, last, self.memory.arena.taken
 
     def reached_from(self, group: FsdpParameterGroup) -> Sequence[FsdpParameterGroup]:
         """The groups whose gathers `prefetch_beyond_graph` starts."""

@@ -65,15 +65,18 @@ class GradientHooks:
             for index, parameter in enumerate(self._parameters)
         )
 
-    def see(self, reduced: DBuffer, indices: Sequence[int], lane: Lane) -> None:
+    def see(self, reduced: DBuffer, indices: Sequence[int], lane: Lane) -> bool:
         """Show each hooked parameter its part of ``reduced``, and take in what hooks return.
+
+        Returns:
+            Whether there was a hook.
 
         Raises:
             RuntimeError: ``reduced`` is not finished: other ranks' parts are missing.
         """
         hooked = [index for index in indices if self._users_hooks(index)]
         if not hooked:
-            return
+            return False
         if any(placement.is_partial() for placement in reduced.placements):
             raise RuntimeError(
                 f"parameter {self._fqns[hooked[0]]!r} has a hook (register_hook), but under its "
@@ -89,6 +92,7 @@ class GradientHooks:
                     local = getattr(replaced, "to_local", lambda replaced=replaced: replaced)()
                     reduced.get_local_tensor(index).copy_(local)
         lane.wait_current()
+        return True
 
     def note(self, indices: Sequence[int]) -> bool:
         """Remember whose gradients have grown; True if a hook must run for one of them."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor import DTensor
 
+from .arena import Place
 from .context import GroupContext
 from .dbuffer import DBuffer
+from .gathered import Gathered
 from .group_identity import GroupIdentity
 from .profiling import profiled
 from .unsharding import Phase, Unsharding
@@ -43,7 +45,8 @@ class GroupUnsharding(GroupIdentity):
 
     @property
     def full_local_tensor(self) -> torch.Tensor:
-        """The gathered flat buffer, 1-D, ``info.full_numel`` elements of the compute dtype."""
+        """The group's own gathered flat buffer, 1-D, ``info.full_numel`` elements of the compute
+        dtype. The unsharded Parameters are views of it."""
         return self._weights.full.local
 
     # Main weight -> model weight ---------------------------------------------------------------
@@ -66,14 +69,23 @@ class GroupUnsharding(GroupIdentity):
         """Whether the full parameters have storage (a gather may still be in flight)."""
         return self._unsharding.is_unsharded
 
-    @profiled("unshard")
     def unshard_parameters(self, phase: Phase | None = None) -> None:
         """Start gathering the full parameters on the gather lane; idempotent while unsharded.
 
         Refreshes a stale model weight first. Returns at once: `wait_for_unshard` orders compute
         behind the gather. ``phase`` names what the ready event is recorded for.
         """
-        self._unsharding.unshard(self.context.lanes.gather, phase, label=self.label)
+        self._unshard(phase, None)
+
+    @profiled("unshard")
+    def _unshard(self, phase: Phase | None, place: Place | None) -> Gathered:
+        lane = self.context.lanes.gather
+        return self._unsharding.unshard(lane, phase, label=self.label, place=place)
+
+    def prefetch(self, phase: Phase | None = None) -> None:
+        """As `unshard_parameters`, for somebody who will hold the group soon: where he wanted the
+        full parameters the last time."""
+        self._unshard(phase, self._unsharding.expected_place)
 
     @property
     def unsharding(self) -> Unsharding:
@@ -81,8 +93,10 @@ class GroupUnsharding(GroupIdentity):
         return self._unsharding
 
     @profiled("wait")
-    def wait_for_unshard(self, phase: Phase | None = None) -> None:
-        """Compute issued after this may read the full parameters.
+    def wait_for_unshard(
+        self, phase: Phase | None = None, full: torch.Tensor | None = None
+    ) -> None:
+        """Compute issued after this may read the full parameters, in ``full`` (None: their own).
 
         Raises:
             RuntimeError: nothing was unsharded.
@@ -92,12 +106,12 @@ class GroupUnsharding(GroupIdentity):
                 f"parameter group {self.label or self.name!r}: wait_for_unshard was called while "
                 "the parameters are sharded; call unshard_parameters first"
             )
-        self._unsharding.wait(phase)
+        self._unsharding.wait(phase, full)
 
     @profiled("reshard")
     def reshard_parameters(self) -> None:
         """Return to shards: the full parameters lose their storage, whoever holds them."""
-        self._unsharding.holders = 0
+        self._unsharding.forget_holders()
         if self.is_unsharded:
             self.release_unsharded_storage()
 
@@ -111,31 +125,45 @@ class GroupUnsharding(GroupIdentity):
         if not rowwise_only:
             self._unsharding.release(self.context.lanes.gather)
 
-    def acquire(self, phase: Phase | None = None) -> None:
-        """Unshard, and hold: storage stays until as many `drop` calls."""
-        self.unshard_parameters(phase)
-        self._unsharding.hold()
+    def acquire(self, phase: Phase | None = None, place: Place | None = None) -> torch.Tensor:
+        """Unshard, and hold: they stay until as many `drop` calls.
 
-    def drop(self) -> None:
+        Args:
+            phase: as of `unshard_parameters`.
+            place: where a plan puts them in the arena; None: in `full_local_tensor`.
+
+        Returns:
+            The flat buffer that they will be in: `full_local_tensor` if they are there already.
+        """
+        gathered = self._unshard(phase, place)
+        gathered.holders += 1
+        return gathered.buffer.local
+
+    def drop(self, full: torch.Tensor | None = None) -> None:
         """Give one hold back; the last one releases the storage.
 
-        Raises:
-            RuntimeError: nobody holds the group.
-        """
-        if self._unsharding.drop(self.label or self.name):
-            self.reshard_parameters()
+        ``full``: what `acquire` returned; None: `full_local_tensor`.
 
-    def keep(self) -> None:
+        Raises:
+            RuntimeError: nobody holds the group there.
+        """
+        self._drop(full, keep=False)
+
+    def keep(self, full: torch.Tensor | None = None) -> None:
         """Give one hold back, but leave the full parameters to the backward of this forward.
 
         An `acquire` inside a backward takes them over without a gather. A new forward, a step or
         `reshard_parameters` ends it. Where others hold the group too, they decide.
 
         Raises:
-            RuntimeError: nobody holds the group.
+            RuntimeError: nobody holds the group there.
         """
-        if self._unsharding.drop(self.label or self.name):
-            self._unsharding.kept = self.gathers
+        self._drop(full, keep=True)
+
+    @profiled("reshard")
+    def _drop(self, full: torch.Tensor | None, *, keep: bool) -> None:
+        lane, label = self.context.lanes.gather, self.label or self.name
+        self._unsharding.drop(lane, label, full, keep=keep)
 
     @property
     def is_kept(self) -> bool:
@@ -151,6 +179,11 @@ class GroupUnsharding(GroupIdentity):
     def is_held(self) -> bool:
         """Whether somebody holds the group unsharded (a prefetch alone does not)."""
         return self._unsharding.holders > 0
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether somebody holds the group where the unsharded Parameters look."""
+        return self._unsharding.own.holders > 0
 
     def shard_for_saving(self, index: int) -> DTensor:
         """This rank's shard of main weight ``index``, aliasing it.

@@ -25,10 +25,18 @@ from .registry import registry
 from .torch_internals import in_backward
 
 if TYPE_CHECKING:
+    from .arena import Slot
     from .dbuffer import DBuffer
     from .parameter_group import FsdpParameterGroup
 
-__all__ = ["GradientState", "HostSide", "HostState", "Uncapturable", "UnshardingState"]
+__all__ = [
+    "GatheredState",
+    "GradientState",
+    "HostSide",
+    "HostState",
+    "Uncapturable",
+    "UnshardingState",
+]
 
 
 class Uncapturable(Exception):
@@ -36,25 +44,51 @@ class Uncapturable(Exception):
 
 
 @dataclass(frozen=True)
+class GatheredState:
+    """What full parameters in one place are like.
+
+    Attributes:
+        address: of the place; 0 where it has no memory.
+        is_there, holders, kept, outdated: see `Gathered`.
+        buffer, slot: the place.
+    """
+
+    address: int
+    is_there: bool
+    holders: int
+    kept: bool
+    outdated: bool
+    buffer: DBuffer = field(repr=False)
+    slot: Slot | None = field(repr=False)
+
+    @property
+    def key(self) -> Hashable:
+        """What a recorded run depends on; refers to no memory."""
+        return self.address, self.is_there, self.holders, self.kept, self.outdated
+
+
+@dataclass(frozen=True)
 class UnshardingState:
     """What one group's full parameters are like.
 
     Attributes:
-        address: of the gathered buffer; 0 where it has no memory.
-        holders, is_unsharded, kept, always_refreshes: see `Unsharding`.
-        outdated: they are unsharded since before a step.
+        own, placed: where they may be, see `Unsharding`.
+        always_refreshes: see `Unsharding`.
         refreshes: the next unshard syncs the model weight from the main weight.
         redistributes: the next unshard brings the rest of a wider model weight up to date.
     """
 
-    address: int
-    holders: int
-    is_unsharded: bool
-    kept: bool
+    own: GatheredState
+    placed: GatheredState | None
     always_refreshes: bool
-    outdated: bool
     refreshes: bool
     redistributes: bool
+
+    @property
+    def key(self) -> Hashable:
+        """What a recorded run depends on; refers to no memory."""
+        placed = self.placed and self.placed.key
+        return self.own.key, placed, self.always_refreshes, self.refreshes, self.redistributes
 
 
 @dataclass(frozen=True)
@@ -105,7 +139,7 @@ class GroupState:
     def key(self) -> Hashable:
         """What a recorded run depends on."""
         gradient = self.gradient and self.gradient.key
-        return self.unsharding, gradient, self.wanted, self.reduced
+        return self.unsharding.key, gradient, self.wanted, self.reduced
 
 
 @dataclass(frozen=True)
@@ -178,7 +212,7 @@ class HostSide:
     def put(self, state: HostState) -> None:
         """Make things as in ``state``, which a recorded run of this graph has left behind."""
         for group, after in zip(self.groups, state.groups, strict=True):
-            group.unsharding.put_host_state(after.unsharding)
+            group.unsharding.put_host_state(after.unsharding, group.context.lanes.gather)
             if after.gradient is not None and group.gradient is not None:
                 group.gradient.put_host_state(after.gradient)
             if after.reduced:

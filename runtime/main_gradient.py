@@ -12,6 +12,7 @@ needs no flag that a user's loop could forget.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -62,6 +63,8 @@ class MainGradient:
         self._unallocated = (self.buffer, self.finished)
         self.buffer.release_storage()
         self.needs_outer = self.buffer.placements != self.finished.placements
+        self._static: tuple[DBuffer, DBuffer] | None = None
+        self._static_carry: torch.Tensor | None = None
         self._stale = False
         self._carry: torch.Tensor | None = None
         self._carry_in_use: torch.Tensor | None = None
@@ -73,6 +76,16 @@ class MainGradient:
         # gradient is a part of the very storage that the unfinished one is in.
         held = [Replicate() if each.is_partial() else each for each in buffer.placements]
         self.finished = buffer.like(held, buffer.local).view(self._finished_placements)
+
+    def _use_fresh(self, memory: Memory) -> None:
+        """Accumulate into new storage, so that a gradient that the user kept from the last step
+        stays what it was; or, in static memory, into the same one again, where it does not."""
+        if self._static is not None:
+            self.buffer, self.finished = self._static
+            return
+        self._use(self._allocate(memory))
+        if memory.is_static:
+            self._static = (self.buffer, self.finished)
 
     def accumulate(
         self,
@@ -92,19 +105,18 @@ class MainGradient:
         missing = [i for i, parameter in enumerate(self._parameters) if parameter.grad is None]
         begins = len(missing) == len(self._parameters)
         if begins:
-            # New storage rather than the old one again: a gradient that the user kept from the
-            # last step stays what it was.
             # Lets go of the old storage first.
             self.buffer, self.finished = self._unallocated
             self._bound.clear()
-            self._use(self._allocate(lane.memory))
+            self._use_fresh(lane.memory)
             self._stale = False
             self._carry = None
         elif self._stale:
             self._set_finished_aside(missing, lane.memory)
         lane.wait_current()
         reduced = reduce_to(partial, self.buffer.placements, lane, label=label)
-        self.hooks.see(reduced, indices, lane)
+        # What a hook has seen, a user may have kept.
+        ends_here = not self.hooks.see(reduced, indices, lane) and reduced is not partial
         target = self.buffer.local
         # Dropped by the user, or never bound: their parts start from zero.
         restarted = [] if begins else [self.buffer.get_local_tensor(index) for index in missing]
@@ -118,6 +130,8 @@ class MainGradient:
                     target.copy_(reduced.local)
                 else:
                     torch.mul(reduced.local, scale, out=target)
+            if ends_here:
+                lane.memory.give_back(reduced.local)
 
         lane.then(take_in)
         wanted = [i for i in indices if self._parameters[i].requires_grad]
@@ -157,7 +171,8 @@ class MainGradient:
         if self._outer_event is not None:
             self._outer_event.wait()
         if self.buffer is self._unallocated[0]:
-            self._use(self._allocate(lane.memory))
+            self._use_fresh(lane.memory)
+            self._set_apart(foreign)
             self.buffer.local.zero_()
             self._stale = self.needs_outer
         for index in foreign:
@@ -175,6 +190,13 @@ class MainGradient:
             self._parameters[index].grad = None
         self._bind(self.finished, foreign)
 
+    def _set_apart(self, foreign: Sequence[int]) -> None:
+        """Gradients that the user put there may lie in static memory that is about to be zeroed."""
+        for index in foreign:
+            gradient = self._parameters[index].grad
+            if isinstance(gradient, DTensor) and self._static is not None:
+                self._parameters[index].grad = gradient.clone()
+
     def _set_finished_aside(self, dropped: Sequence[int], memory: Memory) -> None:
         """Finished gradients were kept (several backwards, or zeroed in place): they come back
         after the next outer reduction, which must see only what has not been reduced yet. Those
@@ -183,8 +205,12 @@ class MainGradient:
             self._outer_event.wait()
         zero_each([self.finished.get_local_tensor(index) for index in dropped])
         kept = self.finished.local
-        self._carry = memory.empty(kept.numel(), kept.dtype, kept.device, owner="kept gradients")
-        self._carry.copy_(kept)
+        # Nobody reads an earlier one any more: the event was that of its reader.
+        carry = self._static_carry
+        if carry is None:
+            carry = memory.empty(kept.numel(), kept.dtype, kept.device, owner="kept gradients")
+            self._static_carry = carry if memory.is_static else None
+        self._carry = carry.copy_(kept)
         self.buffer.local.zero_()
         self._stale = False
 
@@ -296,9 +322,12 @@ def reduce_to(
         if isinstance(placements[axis], Shard):
             step = list(current.placements)
             step[axis] = placements[axis]
+            before = current
             current = current.redistribute(
                 step, lane=lane, depends=current is not partial, label=label
             )
+            if before is not partial:
+                lane.then(functools.partial(lane.memory.give_back, before.local))
     return current
 
 

@@ -18,26 +18,17 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
+
+from .arena import AllocatingLane, Arena
 
 __all__ = ["COMPUTE", "Memory", "MemoryEvent"]
 
 COMPUTE = "compute"
 """Whose memory it is that belongs to no lane."""
-
-
-class AllocatingLane(Protocol):
-    """What is asked of a lane: its name, and a context in which memory becomes the lane's."""
-
-    @property
-    def name(self) -> str:
-        """The lane's name."""
-
-    def allocating(self) -> AbstractContextManager[object]:
-        """A context in which tensors are allocated for use on this lane."""
 
 
 @dataclass(frozen=True)
@@ -60,20 +51,39 @@ class MemoryEvent:
     lane: str
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Block:
+    """Bytes that torch gave us.
+
+    Attributes:
+        event: their last handing out.
+        pool: those that may take their place; None: none may.
+        number: of the block, in the order of their making.
+        used: they are handed out now.
+        end_of_life: notices that no tensor over them is left.
+    """
+
     event: MemoryEvent
-    end_of_life: weakref.finalize[Any, Any] | None
+    pool: tuple[object, ...] | None = None
+    number: int = 0
+    used: bool = True
+    end_of_life: weakref.finalize[Any, Any] | None = None
 
 
 class Memory:
     """Hands out the bytes of one root's buffers. Methods may be called from any thread.
 
+    *Static* memory never goes back to torch: what is given back waits for somebody who asks for as
+    many elements of the same dtype on the same lane. A step that asks for the same as the one
+    before it then takes nothing from torch, and finds everything at the same addresses.
+
     Attributes:
         observers: called with each `MemoryEvent`, an allocation just after and a free just before
-            it happens.
+            it happens. Those of static memory are about its use, not about torch.
         source: makes a context in which new bytes are taken from torch: the place to have them come
             from a pool of one's own.
+        is_static: whether this memory is static. It may become so at any time, and then stays so.
+        arena: the places that plans gave gathered buffers.
         allocations, frees: how often bytes were taken from torch and given back to it.
         live_bytes, peak_bytes: what is handed out now, and the most there ever was.
     """
@@ -81,13 +91,18 @@ class Memory:
     def __init__(self) -> None:
         self.observers: list[Callable[[MemoryEvent], None]] = []
         self.source: Callable[[], AbstractContextManager[object]] = nullcontext
+        self.is_static = False
+        self.arena = Arena(self)
         self.allocations = 0
         self.frees = 0
         self.live_bytes = 0
         self.peak_bytes = 0
         # Reentrant: a garbage collection within may free another buffer.
         self._lock = threading.RLock()
-        self._live: dict[int, _Block] = {}
+        # By address; all blocks that torch gave us, and all slots of the arena that are in use.
+        self._blocks: dict[int, _Block] = {}
+        self._waiting: dict[tuple[object, ...], list[tuple[int, torch.Tensor]]] = {}
+        self._made = 0
 
     def empty(
         self,
@@ -104,93 +119,138 @@ class Memory:
             owner: what it is for, for people.
             lane: whose memory it is; None: compute's.
         """
-        with torch.inference_mode(False), torch.no_grad(), self._taking(lane):
-            tensor = torch.empty(numel, dtype=dtype, device=device)
-        self._note_taken(tensor, owner, lane, watched=True)
+        pool = (_name_of(lane), dtype, device, numel) if self.is_static and numel else None
+        tensor = None if pool is None else self._take_from(pool, owner)
+        if tensor is None:
+            tensor = self.raw(numel, dtype, device, lane)
+            self._note_raw(tensor, owner, lane, pool)
         return tensor
 
-    def give_back(self, tensor: torch.Tensor) -> None:
-        """``tensor``, one of `empty`, is not read any more by what its lane does from now on.
+    def raw(
+        self, numel: int, dtype: torch.dtype, device: torch.device, lane: AllocatingLane | None
+    ) -> torch.Tensor:
+        """New elements from torch, of which nobody is told."""
+        with torch.inference_mode(False), torch.no_grad(), _on(lane), self.source():
+            return torch.empty(numel, dtype=dtype, device=device)
 
-        Memory that is not given back is let go of when the last tensor over it dies.
+    def give_back(self, tensor: torch.Tensor) -> None:
+        """``tensor``, one of `empty`, is not touched any more by what its lane does from now on.
+
+        Static memory may hand its bytes out again. Other memory is let go of when the last tensor
+        over it dies, and so is what is never given back.
         """
+        if not _has_memory(tensor):
+            return
+        with self._lock:
+            block = self._blocks.get(tensor.data_ptr())
+            pool = None if block is None else block.pool
+            if block is None or pool is None or not block.used or pool[-1] != tensor.numel():
+                return
+            block.used = False
+            self.live_bytes -= block.event.bytes
+            self._waiting.setdefault(pool, []).append((block.number, tensor))
+        self._tell_freed(block.event)
 
     def grow(
         self, tensor: torch.Tensor, size: int, *, owner: str, lane: AllocatingLane | None = None
     ) -> None:
         """Give the storage of ``tensor``, which has none, ``size`` bytes on ``lane``."""
-        with self._taking(lane):
+        with _on(lane), self.source():
             tensor.untyped_storage().resize_(size)
-        self._note_taken(tensor, owner, lane, watched=True)
+        self._note_raw(tensor, owner, lane, None)
 
     def shrink(self, tensor: torch.Tensor, *, lane: AllocatingLane | None = None) -> None:
         """Take the bytes of the storage of ``tensor`` away, ordered on ``lane``."""
         storage = tensor.untyped_storage()
         if _has_memory(tensor):
             with self._lock:
-                block = self._live.get(storage.data_ptr())
-            if block is not None:
-                if block.end_of_life is not None:
-                    block.end_of_life.detach()
-                self._note_freed(block.event)
+                block = self._blocks.get(storage.data_ptr())
+            if block is not None and block.end_of_life is not None:
+                block.end_of_life.detach()
+                self._note_gone(block)
         with _on(lane):
             storage.resize_(0)
 
-    def _taking(self, lane: AllocatingLane | None) -> AbstractContextManager[object]:
-        return _Nested(_on(lane), self.source())
+    def note_used(self, tensor: torch.Tensor, owner: str, lane: AllocatingLane) -> None:
+        """``tensor``, a part of what is there already, is in use from now on."""
+        if _has_memory(tensor):
+            self._note_used(_Block(_event(tensor, owner, lane)))
 
-    def _note_taken(
-        self, tensor: torch.Tensor, owner: str, lane: AllocatingLane | None, *, watched: bool
+    def note_unused(self, tensor: torch.Tensor) -> None:
+        """The end of `note_used`."""
+        with self._lock:
+            block = self._blocks.pop(tensor.data_ptr(), None) if _has_memory(tensor) else None
+            if block is None:
+                return
+            self.live_bytes -= block.event.bytes
+        self._tell_freed(block.event)
+
+    def note_taken(self) -> None:
+        """Somebody took bytes from `raw`, of whose use we are told separately."""
+        self.allocations += 1
+
+    def _take_from(self, pool: tuple[object, ...], owner: str) -> torch.Tensor | None:
+        """The oldest block that waits: the same one in every step, whatever order they came in."""
+        with self._lock:
+            waiting = self._waiting.get(pool)
+            if not waiting:
+                return None
+            number = min(range(len(waiting)), key=lambda each: waiting[each][0])
+            _, tensor = waiting.pop(number)
+            block = self._blocks[tensor.data_ptr()]
+            block.event = replace(block.event, owner=owner)
+            block.used = True
+        self._note_used(block)
+        return tensor
+
+    def _note_raw(
+        self,
+        tensor: torch.Tensor,
+        owner: str,
+        lane: AllocatingLane | None,
+        pool: tuple[object, ...] | None,
     ) -> None:
         if not _has_memory(tensor):
             return
-        storage = tensor.untyped_storage()
-        name = COMPUTE if lane is None else lane.name
-        event = MemoryEvent("allocate", storage.data_ptr(), storage.nbytes(), owner, name)
         self.allocations += 1
-        end = None
-        if watched:
-            end = weakref.finalize(storage, self._note_freed, event)
-            end.atexit = False
-        self._note(event, _Block(event, end))
+        self._made += 1
+        block = _Block(_event(tensor, owner, lane), pool, self._made)
+        block.end_of_life = weakref.finalize(tensor.untyped_storage(), self._note_gone, block)
+        block.end_of_life.atexit = False
+        self._note_used(block)
 
-    def _note(self, event: MemoryEvent, block: _Block) -> None:
+    def _note_used(self, block: _Block) -> None:
         with self._lock:
-            self._live[event.address] = block
-            self.live_bytes += event.bytes
+            self._blocks[block.event.address] = block
+            self.live_bytes += block.event.bytes
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        self._tell(event)
+        self._tell(block.event)
 
-    def _note_freed(self, taken: MemoryEvent) -> None:
+    def _note_gone(self, block: _Block) -> None:
         with self._lock:
-            block = self._live.get(taken.address)
             # Another thread may have been given the same address already.
-            if block is not None and block.event is taken:
-                del self._live[taken.address]
+            if self._blocks.get(block.event.address) is block:
+                del self._blocks[block.event.address]
             self.frees += 1
-            self.live_bytes -= taken.bytes
-        self._tell(MemoryEvent("free", taken.address, taken.bytes, taken.owner, taken.lane))
+            self.live_bytes -= block.event.bytes if block.used else 0
+        if block.used:
+            self._tell_freed(block.event)
+
+    def _tell_freed(self, used: MemoryEvent) -> None:
+        self._tell(replace(used, what="free"))
 
     def _tell(self, event: MemoryEvent) -> None:
         for observer in tuple(self.observers):
             observer(event)
 
 
-class _Nested(AbstractContextManager[None]):
-    """Two contexts, one in the other."""
+def _event(tensor: torch.Tensor, owner: str, lane: AllocatingLane | None) -> MemoryEvent:
+    size = tensor.untyped_storage().nbytes()
+    return MemoryEvent("allocate", tensor.data_ptr(), size, owner, _name_of(lane))
 
-    def __init__(
-        self, outer: AbstractContextManager[object], inner: AbstractContextManager[object]
-    ) -> None:
-        self._outer, self._inner = outer, inner
 
-    def __enter__(self) -> None:
-        self._outer.__enter__()
-        self._inner.__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        self._inner.__exit__(*exception)
-        self._outer.__exit__(*exception)
+def _name_of(lane: AllocatingLane | None) -> str:
+    return COMPUTE if lane is None else lane.name
 
 
 def _on(lane: AllocatingLane | None) -> AbstractContextManager[object]:

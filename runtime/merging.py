@@ -16,6 +16,7 @@ as one, and each group takes its piece of what comes back into its own main grad
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,48 +24,64 @@ from torch.distributed.tensor import Partial, Placement
 
 from . import collectives
 from .agreement import Label
+from .arena import Place
 from .dbuffer import DBuffer
 from .memory import Memory
 from .process_groups import group_of_lane
 from .streams import Lane
-from .unsharding import Unsharding
+from .unsharding import Missing, Unsharding
 
 if TYPE_CHECKING:
     from .parameter_group import FsdpParameterGroup
 
 
-def gather_together(lane: Lane, groups: Sequence[tuple[str, Unsharding]]) -> None:
+def gather_together(
+    lane: Lane, groups: Sequence[tuple[str, Unsharding]], places: Sequence[Place | None]
+) -> None:
     """Start gathering on ``lane`` what is not there of ``groups``, given with their labels.
+
+    ``places`` has for each where it goes, as of `Unsharding.unshard`.
 
     They have equal dtypes and are cut over the same ranks. Those whose shards are being refreshed
     on the lane, or are cut over several axes, are gathered one by one.
     """
     with torch.inference_mode(False), torch.no_grad():
-        missing = [(label, each, each.missing(lane, label)) for label, each in groups]
-        waiting = [(label, each) for label, each, (needed, _) in missing if needed]
+        waiting = [
+            _Waiting(label, each, missing)
+            for (label, each), place in zip(groups, places, strict=True)
+            if (missing := each.missing(lane, label, place)).needed
+        ]
         plain = all(
-            len(each.weights.gathered_axes) == 1 and not refreshing
-            for _, each, (needed, refreshing) in missing
-            if needed
+            len(each.unsharding.weights.gathered_axes) == 1 and not each.missing.refreshing
+            for each in waiting
         )
         if plain and len(waiting) > 1:
             _gather_staged(lane, waiting)
             return
-        for label, each, (needed, refreshing) in missing:
-            if needed:
-                each.gather(lane, label, depends=refreshing)
+        for each in waiting:
+            each.unsharding.gather(each.missing, lane, each.label)
 
 
-def _gather_staged(lane: Lane, groups: Sequence[tuple[str, Unsharding]]) -> None:
-    weights = [each.weights for _, each in groups]
+@dataclass(frozen=True)
+class _Waiting:
+    """A group that must be gathered."""
+
+    label: str
+    unsharding: Unsharding
+    missing: Missing
+
+
+def _gather_staged(lane: Lane, groups: Sequence[_Waiting]) -> None:
+    weights = [each.unsharding.weights for each in groups]
+    targets = [each.missing.target for each in groups]
     first = weights[0].model
     (axis,) = weights[0].gathered_axes
     ranks = range(first.mesh.size(axis))
     cuts = [[each.model.layout.segment(rank, len(ranks)) for rank in ranks] for each in weights]
     sizes = [sum(stop - start for start, stop in (cut[rank] for cut in cuts)) for rank in ranks]
-    label = _label_of_all([label for label, _ in groups])
-    for (name, _), each in zip(groups, weights, strict=True):
-        each.full.reallocate_storage(lane, name)
+    label = _label_of_all([each.label for each in groups])
+    for each, target in zip(groups, targets, strict=True):
+        target.buffer.reallocate_storage(lane, each.label)
     shards = [each.model.local for each in weights]
     sent = _new(lane.memory, sum(map(torch.numel, shards)), first, f"sent {label}", lane)
     staged = _new(lane.memory, sum(sizes), first, f"staged {label}", lane)
@@ -73,9 +90,9 @@ def _gather_staged(lane: Lane, groups: Sequence[tuple[str, Unsharding]]) -> None
     group = group_of_lane(first.mesh, axis, lane.name)
     collectives.all_gather(lane, staged, sent, group, sizes, label=label)
     parts = [
-        each.full.local[slice(*cut[rank])]
+        target.buffer.local[slice(*cut[rank])]
         for rank in ranks
-        for each, cut in zip(weights, cuts, strict=True)
+        for target, cut in zip(targets, cuts, strict=True)
     ]
 
     def deal() -> None:
@@ -87,8 +104,8 @@ def _gather_staged(lane: Lane, groups: Sequence[tuple[str, Unsharding]]) -> None
         lane.memory.give_back(staged)
 
     lane.then(deal)
-    for _, unsharding in groups:
-        unsharding.note_gathered(lane)
+    for each in groups:
+        each.unsharding.note_gathered(each.missing.target, lane)
 
 
 def reduce_together(

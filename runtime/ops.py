@@ -19,6 +19,7 @@ also runs under ``backend="eager"``, ``"aot_eager"`` or ``"inductor"``.
     reduce_inner -> reduce_outer -> wait_reductions
     reduce_together in place of the reduce_inner of several small groups
 
+``unshard`` and ``gather_together`` may say where in an arena of how many bytes a group goes.
 ``after`` and ``issued`` take tensors that nobody reads: they carry order (design: "order is
 dataflow, not luck"). ``wait``, ``release`` and ``keep`` declare that they mutate ``full``, so a
 compiler keeps every read of ``full`` between them.
@@ -36,6 +37,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from .arena import Place
 from .communication_errors import CommunicationError
 from .registry import registry
 from .torch_internals import in_backward
@@ -45,11 +47,18 @@ if TYPE_CHECKING:
 
 NAMESPACE = "compile_fsdp"
 
+NO_ARENA = -1
+"""The arena's size in a graph that was planned without one."""
+
+NO_PLACE = -1
+"""The offset of a group that is not gathered, or has no place in the arena."""
+
 _SCHEMAS = (
     "parameter(Tensor shard, str group, int index, bool keep=False) -> Tensor",
     "parameter_grad(Tensor grad, str group, int index) -> Tensor",
-    "gather_together(Tensor[] shards, str[] groups, Tensor[] after) -> Tensor",
-    "unshard(Tensor shard, str group, Tensor[] after) -> Tensor",
+    "gather_together(Tensor[] shards, str[] groups, Tensor[] after, int[] offsets=[], "
+    "int arena=-1) -> Tensor",
+    "unshard(Tensor shard, str group, Tensor[] after, int offset=-1, int arena=-1) -> Tensor",
     "wait(Tensor(a!) full, str group, Tensor[] issued) -> ()",
     "release(Tensor(a!) full, str group) -> ()",
     "keep(Tensor(a!) full, str group) -> ()",
@@ -101,12 +110,12 @@ def _implements(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        def kernel(*args: Any) -> Any:
+        def kernel(*args: Any, **kwargs: Any) -> Any:
             for recording in _open_recordings:
                 recording.append(ExecutedStep(name, args[1]))
             try:
                 with torch.inference_mode(False), torch.no_grad():
-                    return function(*args)
+                    return function(*args, **kwargs)
             except CommunicationError as error:
                 error.add_place(f"at compile_fsdp.{name} of {args[1]!r} in a graph")
                 raise
@@ -194,51 +203,80 @@ def _parameter_grad_fake(grad: torch.Tensor, group: str, index: int) -> torch.Te
 
 @_implements("gather_together")
 def _gather_together(
-    shards: Sequence[torch.Tensor], groups: Sequence[str], after: Sequence[torch.Tensor]
+    shards: Sequence[torch.Tensor],
+    groups: Sequence[str],
+    after: Sequence[torch.Tensor],
+    offsets: Sequence[int] = (),
+    arena: int = NO_ARENA,
 ) -> torch.Tensor:
     live = [_group(name) for name in groups]
     if not after:
         live[0].context.begin_graph()
-    live[0].context.gather_together(live)
+    places = [_place(live[0], offset, arena) for offset in offsets or [NO_PLACE] * len(live)]
+    live[0].context.gather_together(live, places)
     return new_token(live[0].device)
 
 
 @_fake("gather_together")
 def _gather_together_fake(
-    shards: Sequence[torch.Tensor], groups: Sequence[str], after: Sequence[torch.Tensor]
+    shards: Sequence[torch.Tensor],
+    groups: Sequence[str],
+    after: Sequence[torch.Tensor],
+    offsets: Sequence[int] = (),
+    arena: int = NO_ARENA,
 ) -> torch.Tensor:
     return shards[0].new_empty((1,), dtype=torch.float32)
 
 
 @_implements("unshard")
-def _unshard(shard: torch.Tensor, group: str, after: Sequence[torch.Tensor]) -> torch.Tensor:
+def _unshard(
+    shard: torch.Tensor,
+    group: str,
+    after: Sequence[torch.Tensor],
+    offset: int = NO_PLACE,
+    arena: int = NO_ARENA,
+) -> torch.Tensor:
     live = _group(group)
     if not after:
         live.context.begin_graph()
-    live.acquire()
+    full = live.acquire(place=_place(live, offset, arena))
     live.context.prefetch_beyond_graph(live)
-    return live.full_local_tensor
+    return full
 
 
 @_fake("unshard")
-def _unshard_fake(shard: torch.Tensor, group: str, after: Sequence[torch.Tensor]) -> torch.Tensor:
+def _unshard_fake(
+    shard: torch.Tensor,
+    group: str,
+    after: Sequence[torch.Tensor],
+    offset: int = NO_PLACE,
+    arena: int = NO_ARENA,
+) -> torch.Tensor:
     info = registry.lookup(group).info
     return shard.new_empty((info.full_numel,), dtype=info.dtype)
 
 
+def _place(group: FsdpParameterGroup, offset: int, arena: int) -> Place | None:
+    """A graph with an arena, even one of no bytes, makes its root's memory static."""
+    if arena == NO_ARENA:
+        return None
+    group.context.memory.is_static = True
+    return None if offset == NO_PLACE else Place(offset, arena)
+
+
 @_implements("wait")
 def _wait(full: torch.Tensor, group: str, issued: Sequence[torch.Tensor]) -> None:
-    _group(group).wait_for_unshard()
+    _group(group).wait_for_unshard(full=full)
 
 
 @_implements("release")
 def _release(full: torch.Tensor, group: str) -> None:
-    _group(group).drop()
+    _group(group).drop(full)
 
 
 @_implements("keep")
 def _keep(full: torch.Tensor, group: str) -> None:
-    _group(group).keep()
+    _group(group).keep(full)
 
 
 @_implements("reduce_inner")

@@ -406,6 +406,7 @@ class FsdpParameterGroup(GroupUnsharding):
             self._withheld = partial
         else:
             self._withheld.local.add_(partial.local)
+            self.context.memory.give_back(partial.local)
         self.context.note_withheld()
 
     def reduce_withheld_gradients(self) -> None:

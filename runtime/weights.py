@@ -127,18 +127,28 @@ class GroupWeights:
         """The mesh axes that a gather goes over."""
         return differing_axes(self.model.placements, self.full.placements)
 
-    def gather(self, lane: Lane, label: str, *, depends: bool) -> None:
-        """Give ``full`` memory and start gathering into it on ``lane``.
+    def gather(self, into: DBuffer, lane: Lane, label: str, *, depends: bool) -> None:
+        """Start gathering into ``into`` on ``lane``: ``full``, which gets memory, or one like it.
 
         ``depends``: something still on the lane writes the model weight.
         """
-        self.full.reallocate_storage(lane, label)
-        widen(self.model, self.full, lane, depends=depends, label=label)
+        into.reallocate_storage(lane, label)
+        widen(self.model, into, lane, depends=depends, label=label)
 
     def release(self, lane: Lane) -> None:
         """Take the memory of ``full`` away, after what compute has issued so far."""
         lane.wait_current()
         self.full.release_storage(lane)
+
+
+def copy_on(lane: Lane, target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy ``source`` into ``target`` after what is on ``lane``."""
+
+    def copy() -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            target.copy_(source)
+
+    lane.then(copy)
 
 
 def widen(

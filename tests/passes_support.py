@@ -26,6 +26,7 @@ from compile_fsdp.passes.pipeline import prepare_joint_graph
 from compile_fsdp.passes.policy import Policy
 from compile_fsdp.passes.steps import Schedule
 from compile_fsdp.passes.targets import is_marker
+from compile_fsdp.runtime.arena import Place
 from compile_fsdp.runtime.group_info import GroupInfo
 from compile_fsdp.runtime.registry import registry
 
@@ -42,7 +43,9 @@ class StubContext:
 
     def begin_graph(self) -> None: ...
 
-    def gather_together(self, groups: Sequence[StubGroup]) -> None: ...
+    def gather_together(
+        self, groups: Sequence[StubGroup], places: Sequence[Place | None]
+    ) -> None: ...
 
     def reduce_together(
         self, contributions: Mapping[StubGroup, Mapping[int, torch.Tensor]]
@@ -116,24 +119,25 @@ class StubGroup:
         shape, offset = self.info.shapes[index], self.info.offsets[index]
         return self._values[offset : offset + prod(shape)].view(shape).clone()
 
-    def acquire(self) -> None:
+    def acquire(self, place: Place | None = None) -> torch.Tensor:
         self.holders += 1
         if self.holders > 1 or self.is_kept:  # a branch, or the backward of a forward that kept it
             self.is_kept = False
-            return
+            return self.full_local_tensor
         self.gathers += 1
         storage = self.full_local_tensor.untyped_storage()
         storage.resize_(self._values.untyped_storage().nbytes())
         self.full_local_tensor.fill_(torch.nan)  # until the wait
+        return self.full_local_tensor
 
-    def wait_for_unshard(self) -> None:
+    def wait_for_unshard(self, full: torch.Tensor) -> None:
         self.full_local_tensor.copy_(self._values)
 
-    def keep(self) -> None:
+    def keep(self, full: torch.Tensor) -> None:
         self.holders -= 1
         self.is_kept = self.holders == 0
 
-    def drop(self) -> None:
+    def drop(self, full: torch.Tensor) -> None:
         self.holders -= 1
         if self.holders == 0:
             self.full_local_tensor.fill_(torch.nan)
