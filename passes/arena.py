@@ -13,8 +13,8 @@ each buffer in turn goes into the smallest gap that it fits into. Where all have
 time needs no more than the bound.
 
 What is kept between forward and backward must be at the same place in both graphs, which are
-planned one by one. So the places of kept groups follow from their sizes alone: one behind the
-other from the arena's start, in the order in which the model's groups are given.
+planned one by one. So the places of kept groups follow from what was decided before the two came
+apart, and nothing else: one behind the other from the arena's start.
 """
 
 from __future__ import annotations
@@ -117,15 +117,24 @@ def _best_fit(block: Block, placed: Sequence[tuple[int, Block]]) -> int:
     return end if best is None else best[1]
 
 
-def kept_offsets(names: Iterable[str], groups: Mapping[str, GroupFacts]) -> dict[str, int]:
-    """The places of the kept groups called ``names``: the same in forward and backward."""
-    wanted = dict.fromkeys(names)
+def kept_offsets(
+    keeping: Keeping, kept: Sequence[str], groups: Mapping[str, GroupFacts]
+) -> dict[str, int]:
+    """The places of kept groups: the same in forward and backward.
+
+    Args:
+        keeping: what was decided on the joint graph.
+        kept: the groups that the graph at hand keeps or takes over.
+        groups: all groups of the model, in an order that forward and backward agree on.
+    """
+    # Backward is done first with what it takes over first: that lies next to the others' bytes.
+    order = dict.fromkeys([*reversed(keeping.kept), *(name for name in groups if name in kept)])
     offsets: dict[str, int] = {}
     end = 0
-    for name, group in groups.items():
-        if name in wanted and group.gather_bytes:
+    for name in order:
+        if name in groups and groups[name].gather_bytes:
             offsets[name] = end
-            end += aligned(group.gather_bytes)
+            end += aligned(groups[name].gather_bytes)
     return offsets
 
 
@@ -143,7 +152,7 @@ def plan_arena(
         groups: all groups of the model, in an order that forward and backward agree on.
         keeping: what was decided on the joint graph that both are parts of.
     """
-    fixed = kept_offsets([*keeping.kept, *facts.kept], groups)
+    fixed = kept_offsets(keeping, facts.kept, groups)
     return assign(lifetimes(steps, facts, groups), fixed)
 
 

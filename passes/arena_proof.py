@@ -104,7 +104,7 @@ def _check_kept(
     schedule: Schedule,
 ) -> None:
     """What outlives a forward graph is where its backward graph looks for it."""
-    expected = kept_offsets([*schedule.keeping.kept, *facts.kept], groups)
+    expected = kept_offsets(schedule.keeping, facts.kept, groups)
     for each in placed:
         if each.group in facts.kept and each.start != expected.get(each.group, NO_PLACE):
             raise VerificationError(

@@ -56,13 +56,14 @@ class Slot:
 
     Attributes:
         tensor: 1-D, the first elements of a storage of its own.
-        owner: what it is for, for people.
+        owner, lane: what it is for, and whose memory it is, for people.
         start, stop: its bytes in the arena, where it is in there.
         block: whose bytes they are, where it is not.
     """
 
     tensor: torch.Tensor
     owner: str
+    lane: str
     start: int = 0
     stop: int = 0
     block: torch.Tensor | None = None
@@ -111,15 +112,15 @@ class Arena:
         if any(slot.start < stop and start < slot.stop for slot in self._taken):
             self.unplanned += 1
             block = self._memory.empty(numel, dtype, device, owner=owner, lane=lane)
-            return Slot(_alias(block, dtype), owner, block=block)
-        slot = Slot(self._tensor(owner, start, stop, dtype), owner, start, stop)
-        self.take_again(slot, lane)
+            return Slot(_alias(block, dtype), owner, lane.name, block=block)
+        slot = Slot(self._tensor(owner, start, stop, dtype), owner, lane.name, start, stop)
+        self.take_again(slot)
         return slot
 
-    def take_again(self, slot: Slot, lane: AllocatingLane) -> None:
+    def take_again(self, slot: Slot) -> None:
         """``slot``, which somebody has left, is in use from now on, and nobody else is in it."""
         self._taken.append(slot)
-        self._memory.note_used(slot.tensor, slot.owner, lane)
+        self._memory.note_used(slot.tensor, slot.owner, slot.lane)
 
     def leave(self, slot: Slot) -> None:
         """What the lane does from now on may use the bytes of ``slot``."""
@@ -127,7 +128,7 @@ class Arena:
             self._memory.give_back(slot.block)
             return
         self._taken = [other for other in self._taken if other is not slot]
-        self._memory.note_unused(slot.tensor)
+        self._memory.note_unused(slot.tensor, slot.owner, slot.lane)
 
     def _grow(self, size: int, device: torch.device, lane: AllocatingLane) -> None:
         if size > self.size:

@@ -212,7 +212,7 @@ class HostSide:
     def put(self, state: HostState) -> None:
         """Make things as in ``state``, which a recorded run of this graph has left behind."""
         for group, after in zip(self.groups, state.groups, strict=True):
-            group.unsharding.put_host_state(after.unsharding, group.context.lanes.gather)
+            group.unsharding.put_host_state(after.unsharding, group.context.memory.arena)
             if after.gradient is not None and group.gradient is not None:
                 group.gradient.put_host_state(after.gradient)
             if after.reduced:

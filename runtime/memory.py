@@ -99,7 +99,7 @@ class Memory:
         self.peak_bytes = 0
         # Reentrant: a garbage collection within may free another buffer.
         self._lock = threading.RLock()
-        # By address; all blocks that torch gave us, and all slots of the arena that are in use.
+        # By address.
         self._blocks: dict[int, _Block] = {}
         self._waiting: dict[tuple[object, ...], list[tuple[int, torch.Tensor]]] = {}
         self._made = 0
@@ -147,7 +147,7 @@ class Memory:
             if block is None or pool is None or not block.used or pool[-1] != tensor.numel():
                 return
             block.used = False
-            self.live_bytes -= block.event.bytes
+            self._count(-block.event.bytes)
             self._waiting.setdefault(pool, []).append((block.number, tensor))
         self._tell_freed(block.event)
 
@@ -171,19 +171,19 @@ class Memory:
         with _on(lane):
             storage.resize_(0)
 
-    def note_used(self, tensor: torch.Tensor, owner: str, lane: AllocatingLane) -> None:
+    def note_used(self, tensor: torch.Tensor, owner: str, lane: str) -> None:
         """``tensor``, a part of what is there already, is in use from now on."""
         if _has_memory(tensor):
-            self._note_used(_Block(_event(tensor, owner, lane)))
+            event = _event(tensor, owner, lane)
+            self._count(event.bytes)
+            self._tell(event)
 
-    def note_unused(self, tensor: torch.Tensor) -> None:
+    def note_unused(self, tensor: torch.Tensor, owner: str, lane: str) -> None:
         """The end of `note_used`."""
-        with self._lock:
-            block = self._blocks.pop(tensor.data_ptr(), None) if _has_memory(tensor) else None
-            if block is None:
-                return
-            self.live_bytes -= block.event.bytes
-        self._tell_freed(block.event)
+        if _has_memory(tensor):
+            event = _event(tensor, owner, lane)
+            self._count(-event.bytes)
+            self._tell_freed(event)
 
     def note_taken(self) -> None:
         """Somebody took bytes from `raw`, of whose use we are told separately."""
@@ -214,7 +214,7 @@ class Memory:
             return
         self.allocations += 1
         self._made += 1
-        block = _Block(_event(tensor, owner, lane), pool, self._made)
+        block = _Block(_event(tensor, owner, _name_of(lane)), pool, self._made)
         block.end_of_life = weakref.finalize(tensor.untyped_storage(), self._note_gone, block)
         block.end_of_life.atexit = False
         self._note_used(block)
@@ -222,9 +222,13 @@ class Memory:
     def _note_used(self, block: _Block) -> None:
         with self._lock:
             self._blocks[block.event.address] = block
-            self.live_bytes += block.event.bytes
-            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+            self._count(block.event.bytes)
         self._tell(block.event)
+
+    def _count(self, size: int) -> None:
+        with self._lock:
+            self.live_bytes += size
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def _note_gone(self, block: _Block) -> None:
         with self._lock:
@@ -232,7 +236,7 @@ class Memory:
             if self._blocks.get(block.event.address) is block:
                 del self._blocks[block.event.address]
             self.frees += 1
-            self.live_bytes -= block.event.bytes if block.used else 0
+            self._count(-block.event.bytes if block.used else 0)
         if block.used:
             self._tell_freed(block.event)
 
@@ -244,9 +248,9 @@ class Memory:
             observer(event)
 
 
-def _event(tensor: torch.Tensor, owner: str, lane: AllocatingLane | None) -> MemoryEvent:
+def _event(tensor: torch.Tensor, owner: str, lane: str) -> MemoryEvent:
     size = tensor.untyped_storage().nbytes()
-    return MemoryEvent("allocate", tensor.data_ptr(), size, owner, _name_of(lane))
+    return MemoryEvent("allocate", tensor.data_ptr(), size, owner, lane)
 
 
 def _name_of(lane: AllocatingLane | None) -> str:

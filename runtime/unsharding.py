@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .arena import Place
+from .arena import Arena, Place
 from .dbuffer import DBuffer
 from .gathered import Gathered
 from .host_state import UnshardingState
@@ -276,9 +276,8 @@ class Unsharding:
             redistributes=self.weights.redistribution_due,
         )
 
-    def put_host_state(self, state: UnshardingState, lane: Lane) -> None:
-        """Be as in ``state``, which a recorded run of a graph has left behind; ``lane`` gathers."""
-        arena = lane.memory.arena
+    def put_host_state(self, state: UnshardingState, arena: Arena) -> None:
+        """Be as in ``state``, which a recorded run of a graph has left behind."""
         self.own.put_state(state.own)
         if self.placed is not None and self.placed.slot is not None:
             arena.leave(self.placed.slot)
@@ -287,7 +286,7 @@ class Unsharding:
             self.placed = Gathered(state.placed.buffer)
             self.placed.put_state(state.placed)
             if state.placed.slot is not None:
-                arena.take_again(state.placed.slot, lane)
+                arena.take_again(state.placed.slot)
         self.weights.redistribution_due = state.redistributes
         if not state.refreshes:
             self.maybe_stepped = False

@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 from compile_fsdp.passes.emit import write_schedule
 from compile_fsdp.passes.facts import GraphFacts, GraphKind
 from compile_fsdp.passes.graph_writer import insert_call
+from compile_fsdp.passes.joint import keeping_noted
 from compile_fsdp.passes.schedule import Policy, plan
 from compile_fsdp.passes.steps import Schedule
 from compile_fsdp.passes.targets import (
@@ -76,21 +77,28 @@ class Rewritten:
 
 
 @functools.cache
-def _rewritten_once(kind: GraphKind, mesh_shape: tuple[int, ...], merge_below: int) -> Rewritten:
+def _rewritten_once(
+    kind: GraphKind, mesh_shape: tuple[int, ...], merge_below: int, arena: bool
+) -> Rewritten:
     model = TwoBlocks(mesh_shape=mesh_shape)
     with registered(*model.groups) as infos:
         graph = traced(model, tokens(), *(group.shard for group in model.groups))[kind].graph
         uses = find_uses(graph, infos, kind)
-        schedule = plan(uses.facts, group_facts(infos), Policy(merge_below=merge_below))
+        policy = Policy(merge_below=merge_below, arena=arena)
+        schedule = plan(uses.facts, group_facts(infos), policy, keeping_noted(graph))
         write_schedule(graph, uses, infos, schedule)
     return Rewritten(graph, uses.facts, infos, schedule)
 
 
 def rewritten(
-    kind: GraphKind, mesh_shape: tuple[int, ...] = (2,), merge_below: int = 0
+    kind: GraphKind,
+    mesh_shape: tuple[int, ...] = (2,),
+    merge_below: int = 0,
+    *,
+    arena: bool = False,
 ) -> Rewritten:
     """A copy, to be damaged."""
-    right = _rewritten_once(kind, mesh_shape, merge_below)
+    right = _rewritten_once(kind, mesh_shape, merge_below, arena)
     graph = Graph()
     graph.output(graph.graph_copy(right.graph, val_map={}))
     return replace(right, graph=graph)

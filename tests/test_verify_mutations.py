@@ -1,8 +1,8 @@
 """Right graphs, damaged in every small way: the verifier must notice each time.
 
-A mutation drops, copies, swaps or delays one step of a graph, as a bug in the planner, in a writer
-or in a compiler pass would, and repairs what would not even be a graph: a node that would stand
-before one it takes as an argument no longer takes it.
+A mutation drops, copies, swaps or delays one step of a graph, or displaces what it gathers, as a
+bug in the planner, in a writer or in a compiler pass would, and repairs what would not even be a
+graph: a node that would stand before one it takes as an argument no longer takes it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import pytest
 from torch.fx import Graph, Node
 
 from compile_fsdp.passes.aliases import alias_trees
+from compile_fsdp.passes.arena import lifetimes
 from compile_fsdp.passes.facts import GraphKind
 from compile_fsdp.passes.targets import (
     GATHER_TOGETHER,
@@ -114,7 +115,42 @@ def keeps_topology(graph: Graph, moved: Node) -> bool:
     return True
 
 
-MUTATIONS: list[Callable[[Rewritten, Node, Random], bool]] = [drop, duplicate, swap, delay]
+def displace(right: Rewritten, step: Node, random: Random) -> bool:
+    """The step puts one of its groups where it must not be: at no multiple of the alignment, beyond
+    the arena's end, or where another group is at that time; or it says nothing."""
+    if not step.kwargs:
+        return False
+    groups = step.args[1] if isinstance(step.args[1], list) else [step.args[1]]
+    number = random.randrange(len(groups))
+    where = random.choice([*occupied_by_others(right, step, str(groups[number])), -256, 1, 1 << 20])
+    places = step.kwargs.get("offsets", [step.kwargs.get("offset")])
+    places = [*places[:number], where, *places[number + 1 :]]  # type: ignore[index]
+    if random.random() < 0.1:
+        step.kwargs = {}
+    elif "offset" in step.kwargs:
+        step.kwargs = {**step.kwargs, "offset": where}
+    else:
+        step.kwargs = {**step.kwargs, "offsets": places}
+    return True
+
+
+def occupied_by_others(right: Rewritten, step: Node, group: str) -> list[int]:
+    """The places of the groups that are there when ``group`` is, from the planner."""
+    arena = right.schedule.arena
+    assert arena is not None
+    known = lifetimes(right.schedule.steps, right.facts, right.schedule.groups)
+    mine = next(block for block in known if block.name == group)
+    others = [block for block in known if block is not mine and block.meets(mine)]
+    return [arena.place(block.name) for block in others]
+
+
+MUTATIONS: list[Callable[[Rewritten, Node, Random], bool]] = [
+    drop,
+    duplicate,
+    swap,
+    delay,
+    displace,
+]
 
 
 def mutants() -> Iterator[tuple[str, Rewritten]]:
@@ -124,8 +160,8 @@ def mutants() -> Iterator[tuple[str, Rewritten]]:
         names = [node.name for node in right.graph.nodes if is_communication(node)]
         for name in names:
             for mutation in MUTATIONS:
-                for _ in range(4 if mutation is delay else 1):
-                    damaged = rewritten(kind, mesh_shape, merge_below)
+                for _ in range(4 if mutation in (delay, displace) else 1):
+                    damaged = rewritten(kind, mesh_shape, merge_below, arena=mutation is displace)
                     step = damaged.node(name)
                     what = f"{mutation.__name__} {op_name(step)}"
                     if mutation(damaged, step, random):
@@ -149,10 +185,12 @@ def test_every_mutation_is_caught(capsys: pytest.CaptureFixture[str]) -> None:
     assert not missed, f"{len(missed)} of {tried.total()} went unnoticed:\n" + "\n".join(missed)
     assert tried.total() > 400
     for op in ("gather_together", "reduce_together"):
-        assert all(tried[f"{mutation.__name__} {op}"] for mutation in MUTATIONS), op
+        assert all(tried[f"{mutation.__name__} {op}"] for mutation in MUTATIONS[:4]), op
+    assert tried["displace unshard"] > 50 and tried["displace gather_together"] > 2
 
 
 def test_the_graphs_that_are_damaged_are_right() -> None:
     for kind, mesh_shape, merge_below in KINDS:
         rewritten(kind, mesh_shape, merge_below).verify()
+        rewritten(kind, mesh_shape, merge_below, arena=True).verify()
     assert any(n.target is RELEASE for n in rewritten(GraphKind.BACKWARD).graph.nodes)
