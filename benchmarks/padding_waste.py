@@ -1,7 +1,7 @@
 """How much of a sharded buffer is padding, for the units of well-known models.
 
-    python benchmarks/padding_waste.py                    # at 8, 64 and 512 ranks
-    python benchmarks/padding_waste.py --ranks 16 32      # at others
+    python -m benchmarks.padding_waste                    # at 8, 64 and 512 ranks
+    python -m benchmarks.padding_waste --ranks 16 32      # at others
 
 For each unit: the elements that belong to no parameter, in percent of those that do, with the
 alignment that bf16 weights get. Where equal segments would waste more than 3 %, ranks get unequal
@@ -17,7 +17,8 @@ from collections.abc import Sequence
 
 from compile_fsdp.runtime.layout import GlobalLayout, make_layout, padded_layout
 from compile_fsdp.runtime.parameter_group import ALIGNMENT_BYTES
-from model_shapes import MODELS, Shape
+
+from .model_shapes import MODELS, Shape
 
 ALIGNMENT = ALIGNMENT_BYTES // 2
 """Elements: bf16 is the narrowest dtype that most groups have."""

@@ -1,6 +1,6 @@
 """Plans of small transformers beside what two gloo ranks really do.
 
-    python benchmarks/plan_against_truth.py [--json FILE] [--only latency]
+    python -m benchmarks.plan_against_truth [--json FILE] [--only latency]
 
 For each workload the plan is made on shapes alone and the same step is run on two processes: the
 order of all steps and the bytes of every collective must be equal, and the peak of live bytes
@@ -29,8 +29,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
@@ -48,69 +46,12 @@ from compile_fsdp.planning.world import parse_mesh
 from compile_fsdp.runtime import collectives
 from compile_fsdp.runtime.ops import recorded_steps
 
+from .workloads import SHAPES, Shape, Transformer
+
 RANKS = 2
-VOCABULARY = 1024
 TOLERANCE = 0.05
 
 Order = list[tuple[str, tuple[str, ...]]]
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a workload: a pre-norm transformer, MLP ratio 4, fp32."""
-
-    width: int
-    blocks: int
-    batch: int
-    length: int
-
-
-SHAPES: Mapping[str, Shape] = {
-    "latency": Shape(128, 24, 1, 16),
-    "comm": Shape(256, 8, 2, 64),
-    "compute": Shape(512, 4, 4, 128),
-}
-
-
-class Block(nn.Module):
-    """Attention and MLP with residuals."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.heads = max(width // 64, 1)
-        self.before = nn.LayerNorm(width)
-        self.mixed = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-        self.between = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, length, width = x.shape
-        parts = self.mixed(self.before(x)).view(batch, length, 3, self.heads, -1)
-        query, key, value = parts.permute(2, 0, 3, 1, 4).unbind(0)
-        seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(seen.transpose(1, 2).reshape(batch, length, width))
-        hidden = F.gelu(self.up(self.between(x)))
-        result: torch.Tensor = x + self.down(hidden)
-        return result
-
-
-class Transformer(nn.Module):
-    """Embedding, blocks, head, cross-entropy."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, shape.width)
-        self.blocks = nn.ModuleList(Block(shape.width) for _ in range(shape.blocks))
-        self.norm = nn.LayerNorm(shape.width)
-        self.head = nn.Linear(shape.width, VOCABULARY, bias=False)
-
-    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
 def workload(name: str, shape: Shape) -> Workload:

@@ -10,13 +10,13 @@ import sys
 
 import pytest
 
+from benchmarks.model_shapes import MODELS
 from compile_fsdp.runtime.layout import (
     least_padded_size,
     make_layout,
     packed_layout,
     padded_layout,
 )
-from model_shapes import MODELS
 from tests.test_layout import Shape, check_layout
 
 # In elements, of bf16 and of fp32 weights.

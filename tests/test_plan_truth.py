@@ -3,7 +3,8 @@ does the same at the size of the benchmarks)."""
 
 from __future__ import annotations
 
-from plan_against_truth import Shape, differences, planned, truth
+from benchmarks.plan_against_truth import differences, planned, truth
+from benchmarks.workloads import Shape
 from tests.distributed import run
 
 SMALL = Shape(width=64, blocks=3, batch=2, length=32)
