@@ -15,13 +15,14 @@ PROCESSES ?= 2
 DEMO_ARGS ?= --out runs/demo --fresh
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow random lint typecheck clean
+.PHONY: help bench demo test test-slow random lint typecheck clean
 
 help:
 	@echo "make demo       train a small language model, sharded over $(PROCESSES) processes"
 	@echo "make test       run the tests (PYTEST_ARGS=... narrows them)"
 	@echo "make test-slow  run the slow tests, which make test leaves out"
 	@echo "make random     train random configurations and compare with one process (CASES=500 SEED=1)"
+	@echo "make bench      measure beside FSDP2 and DDP, against the targets (BENCH_ARGS=... narrows)"
 	@echo "make lint       ruff: style and imports"
 	@echo "make typecheck  mypy --strict"
 	@echo "make docs       build the documentation into site/"
@@ -43,6 +44,9 @@ SEED ?= 0
 
 random: $(STAMP)
 	$(BIN)/python -m tests.random_training --cases $(CASES) --seed $(SEED) $(RANDOM_ARGS)
+
+bench: $(VENV)/.bench
+	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .
@@ -76,6 +80,10 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt setuptools
 	@$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt --no-build-isolation \
 		-e ".[test,examples,dev]"
+	@touch $@
+
+$(VENV)/.bench: $(STAMP)
+	@$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt --no-build-isolation -e ".[bench]"
 	@touch $@
 
 $(VENV)/.docs: $(STAMP)
