@@ -18,7 +18,7 @@ import torch
 from torch._inductor.utils import run_and_get_code
 
 import compile_fsdp
-from plan_against_truth import live_bytes
+from benchmarks.plan_against_truth import live_bytes
 from tests.gpu.loopback import loopback_world
 from tests.gpu.support import DEVICE, ON_CUDA, drive, floats, shard, stack, world
 from tests.training import adamw, train
