@@ -11,6 +11,7 @@ import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -91,9 +92,10 @@ class GroupContext:
 
     def renew_lanes(self) -> None:
         """Finish what is on the lanes and make new ones, as `streams.lanes_made_by` says now."""
-        self.lanes.gather.synchronize()
-        self.wait_for_reductions()
-        del self.lanes
+        if "lanes" in self.__dict__:
+            self.lanes.gather.synchronize()
+            self.wait_for_reductions()
+            del self.lanes
 
     def add_group(self, group: FsdpParameterGroup) -> None:
         """Take ``group`` in: it communicates on this context's lanes from now on."""
@@ -162,7 +164,8 @@ class GroupContext:
             group.forget_unreduced_gradients()
         self._reduced.clear()
         self._withheld = False
-        self._in_flight.clear()
+        if self._in_flight:
+            self.wait_for_reductions()
         self._finish = None
 
     def note_reduction(
@@ -213,8 +216,17 @@ class GroupContext:
             with torch.no_grad():
                 self.end_of_backward()
 
-        self._finish = weakref.ref(finish)
+        self._finish = weakref.ref(finish, self._backward_failed)
         at_end_of_backward(finish)
+
+    def _backward_failed(self, _: object) -> None:
+        """The engine let go of its callback without calling it: an exception is on its way.
+
+        Who catches it may read gradients, zero them in place and drop them: what is in flight comes
+        first. An error of its own would hide the one that ended the backward.
+        """
+        with suppress(RuntimeError):
+            self.wait_for_reductions()
 
     def end_of_backward(self) -> None:
         """Finish gradients: outer reductions on the last microbatch, then wait for all of them.

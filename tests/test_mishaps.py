@@ -18,6 +18,7 @@ from tests.training import (
     adamw,
     assert_close,
     drive,
+    gradients_of,
     local_batch,
     shard_blocks,
     train,
@@ -25,6 +26,14 @@ from tests.training import (
 )
 
 DRIVERS = pytest.mark.parametrize("driver", ["eager", "aot_eager"])
+
+
+class FragileModel(LanguageModel):
+    """Its first block fails when told to."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=3)
+        self.blocks[0] = Fragile()
 
 
 class Fragile(Block):
@@ -73,6 +82,27 @@ def test_a_step_after_one_that_failed(driver: str, where: str) -> None:
         assert_close(train(sharded, batches, call=call), expected)
         assert_at_rest(sharded)
         model.load_state_dict(expected.parameters)
+
+
+@DRIVERS
+@distributed(2)
+def test_gradients_of_a_failed_backward_are_there_when_it_is_caught(driver: str) -> None:
+    """Reductions that it had started do not come after what the user does to gradients."""
+    sharded = shard_blocks(FragileModel())
+    call = drive(sharded, driver)
+    batch = local_batch(language_batches(1, 2)[0])
+    call(*batch).backward()
+    sharded.zero_grad()
+    call(*batch).backward()
+    once = gradients_of(sharded)
+    sharded.blocks[0].fails_in = "backward"
+    with pytest.raises(KeyError, match="out of luck"):
+        call(*batch).backward()
+    sharded.zero_grad(set_to_none=False)
+    sharded.blocks[0].fails_in = ""
+    call(*batch).backward()
+    for name, gradient in gradients_of(sharded).items():
+        torch.testing.assert_close(gradient, once[name], rtol=0, atol=0, msg=name)
 
 
 @DRIVERS
