@@ -102,6 +102,10 @@ def _group(name: str) -> FsdpParameterGroup:
     return cast("FsdpParameterGroup", registry.lookup(name))
 
 
+kernels: dict[str, Callable[..., Any]] = {}
+"""The implementation of each op by its name, for who wants to see what happens inside."""
+
+
 def _implements(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the implementation of an op for every device.
 
@@ -120,6 +124,7 @@ def _implements(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
                 error.add_place(f"at compile_fsdp.{name} of {args[1]!r} in a graph")
                 raise
 
+        kernels[name] = kernel
         _library.impl(name, kernel, "CompositeExplicitAutograd")
         return function
 

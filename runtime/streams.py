@@ -25,7 +25,7 @@ import torch
 
 from compile_fsdp.runtime.memory import Memory
 
-__all__ = ["Event", "Lane", "RecordingLane", "Waitable", "lanes_made_by", "make_lane"]
+__all__ = ["Event", "Lane", "Waitable", "lanes_made_by", "make_lane"]
 
 
 class Waitable(Protocol):
@@ -270,64 +270,3 @@ class _CudaEvent(Event):
 
     def wait(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._event)
-
-
-class RecordingLane(Lane):
-    """A lane for tests: writes down what it is asked for and does it at once.
-
-    Each record is a tuple ``(lane name, what, detail)`` with what one of
-    ``"issue"`` (detail: ``"depends"`` or ``""``), ``"then"`` (detail ``""``), ``"event"`` and
-    ``"wait"`` (detail: the event's number on its lane, as ``"gather:1"``), and ``"current"``.
-    Lanes given one ``records`` list share it, which shows the order between them.
-    """
-
-    def __init__(self, name: str, records: list[tuple[str, str, str]] | None = None) -> None:
-        super().__init__(name)
-        self.records: list[tuple[str, str, str]] = [] if records is None else records
-        self._events = 0
-
-    def collective(
-        self,
-        start: Callable[[], Waitable | None],
-        *,
-        depends: bool = False,
-        reads: Sequence[torch.Tensor] = (),
-        writes: Sequence[torch.Tensor] = (),
-        label: str = "",
-    ) -> None:
-        self._record("issue", "depends" if depends else "")
-        work = start()
-        if work is not None:
-            work.wait()
-
-    def then(self, fn: Callable[[], None]) -> None:
-        self._record("then")
-        fn()
-
-    def record_event(self) -> Event:
-        self._events += 1
-        event = _RecordingEvent(self, f"{self.name}:{self._events}")
-        self._record("event", event.label)
-        return event
-
-    def wait_event(self, event: Event) -> None:
-        if isinstance(event, _RecordingEvent):
-            self._record("wait", event.label)
-        else:
-            self._record("wait", "foreign")
-            event.wait()
-
-    def wait_current(self) -> None:
-        self._record("current")
-
-    def _record(self, what: str, detail: str = "") -> None:
-        self.records.append((self.name, what, detail))
-
-
-class _RecordingEvent(Event):
-    def __init__(self, lane: RecordingLane, label: str) -> None:
-        self._lane = lane
-        self.label = label
-
-    def wait(self) -> None:
-        self._lane.records.append(("compute", "wait", self.label))

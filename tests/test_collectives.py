@@ -13,7 +13,8 @@ from compile_fsdp.runtime.collectives import (
     recorded,
     reduce_scatter,
 )
-from compile_fsdp.runtime.streams import RecordingLane, make_lane
+from compile_fsdp.runtime.recording import Recorder
+from compile_fsdp.runtime.streams import make_lane
 from tests.distributed import distributed
 
 CPU = torch.device("cpu")
@@ -132,7 +133,7 @@ def test_results_can_be_written_under_inference_mode() -> None:
 
 @distributed(2)
 def test_the_record_lists_what_was_started() -> None:
-    lane = RecordingLane("lane")
+    lane = make_lane(CPU, "lane")
     with recorded() as outer:
         all_gather(lane, torch.empty(8), torch.empty(4), group(), label="a")
         with recorded() as inner:
@@ -147,14 +148,15 @@ def test_the_record_lists_what_was_started() -> None:
 
 @distributed(1)
 def test_one_rank_does_not_communicate() -> None:
-    lane = RecordingLane("lane")
+    recorder = Recorder()
+    lane = recorder.make_lane("lane")
     buffer = torch.arange(4.0)
     with recorded() as records:
         all_gather(lane, buffer, buffer, group())
         all_reduce(lane, buffer, group(), average=True)
         reduce_scatter(lane, buffer, buffer, group(), average=True)
     assert records == []
-    assert lane.records == [], "the same memory needs no copy either"
+    assert recorder.log == [], "the same memory needs no copy either"
     assert buffer.tolist() == [0.0, 1.0, 2.0, 3.0]
 
 

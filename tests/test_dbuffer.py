@@ -14,6 +14,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from compile_fsdp.runtime.collectives import recorded
 from compile_fsdp.runtime.dbuffer import DBuffer
+from compile_fsdp.runtime.happens_before import Access
 from compile_fsdp.runtime.layout import (
     GlobalLayout,
     packed_layout,
@@ -29,7 +30,9 @@ from compile_fsdp.runtime.placement import (
     is_average,
     is_sharded,
 )
-from compile_fsdp.runtime.streams import RecordingLane, make_lane
+from compile_fsdp.runtime.recorded_memory import Operators
+from compile_fsdp.runtime.recording import Recorder
+from compile_fsdp.runtime.streams import make_lane
 from tests.distributed import distributed
 
 R, S, A = Replicate(), Shard(0), Partial("avg")
@@ -364,15 +367,17 @@ def test_buffers_made_under_inference_mode_can_be_trained() -> None:
 @distributed(2)
 def test_a_recording_lane_sees_what_a_redistribution_does() -> None:
     mesh = init_device_mesh("cpu", (2,))
-    lane = RecordingLane("gather")
+    recorder = Recorder()
+    lane = recorder.make_lane("gather")
     shard = DBuffer.distribute_tensors([torch.ones(4, 2)], mesh, [S])
-    full = shard.redistribute([R], lane=lane)
-    shard.redistribute([R], full, lane=lane, depends=True)
-    assert lane.records == [("gather", "issue", ""), ("gather", "issue", "depends")]
-    full.redistribute([S], lane=lane)
-    assert len(lane.records) == 2, "a slice needs nothing of the lane"
-    full.redistribute([S], shard, lane=lane)
-    assert lane.records[2:] == [("gather", "then", "")]
+    with Operators(recorder):
+        full = shard.redistribute([R], lane=lane, label="a")
+        full.redistribute([S], lane=lane)
+        shard.redistribute([R], full, lane=lane, depends=True, label="b")
+        full.redistribute([S], shard, lane=lane)
+    done = [str(record) for record in recorder.log if isinstance(record, Access)]
+    # Without a place to put it, a slice needs nothing of the lane.
+    assert done == ["gather: all_gather a", "gather: all_gather b", "gather: aten.copy_.default"]
 
 
 @distributed(4)

@@ -23,8 +23,7 @@ from compile_fsdp import (
     fully_shard_optimizer,
 )
 from compile_fsdp.backend import CompileOptions
-from compile_fsdp.runtime.context import CommunicationLanes
-from compile_fsdp.runtime.streams import RecordingLane
+from compile_fsdp.runtime.recording import recorded_step
 from tests.distributed import distributed
 from tests.models import LanguageModel, language_batches
 from tests.training import assert_gradients_close, cpu_mesh, drive, full, local_batch, shard_blocks
@@ -329,12 +328,15 @@ def test_weights_in_flight_are_waited_for_before_their_memory_goes() -> None:
     model = nn.Linear(4, 4)
     fully_shard(model, cpu_mesh())
     (group,) = model.fsdp_parameter_groups
-    records: list[tuple[str, str, str]] = []
-    lanes = [RecordingLane(name, records) for name in ("gather", "inner", "outer")]
-    group.context.__dict__["lanes"] = CommunicationLanes(*lanes)
-    group.unshard_parameters()
-    group.reshard_parameters()
-    assert [record[:2] for record in records][-2:] == [("compute", "wait"), ("gather", "current")]
+    with recorded_step(model) as recorder:
+        group.unshard_parameters()
+        group.reshard_parameters()
+    assert [str(record) for record in recorder.log][-4:] == [
+        "compute: waits for event 2",
+        "compute: event 3",
+        "gather: waits for event 3",
+        "frees block 1",
+    ]
     with pytest.raises(RuntimeError, match=r"wait_for_unshard was called while .* sharded"):
         group.wait_for_unshard()
     with pytest.raises(RuntimeError, match="released more often than it was unsharded"):

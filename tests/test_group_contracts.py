@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 from compile_fsdp import BlockAtomic, Flat, MixedPrecisionPolicy, Placements, ShardLayout
 from compile_fsdp.runtime import collectives
-from compile_fsdp.runtime.context import CommunicationLanes
 from compile_fsdp.runtime.parameter_group import (
     _CONTAINING_PARAMETER_GROUP_ATTR,
     FsdpParameterGroup,
@@ -24,7 +23,8 @@ from compile_fsdp.runtime.parameter_group import (
     get_containing_parameter_group,
     sync_model_weights_from_main_weights,
 )
-from compile_fsdp.runtime.streams import RecordingLane
+from compile_fsdp.runtime.recording import Recorder
+from compile_fsdp.runtime.streams import lanes_made_by
 from tests.distributed import distributed
 from tests.modes import ONE_AXIS, TWO_AXES, Mode, mesh_of
 from tests.training import cpu_mesh, full
@@ -216,25 +216,22 @@ def test_dtypes_of_the_policy() -> None:
 # Unsharding -------------------------------------------------------------------------------------
 
 
-def watched(group: FsdpParameterGroup) -> list[tuple[str, str, str]]:
-    """Put the group on lanes that write down what they are asked for."""
-    records: list[tuple[str, str, str]] = []
-    lanes = [RecordingLane(name, records) for name in ("gather", "inner", "outer")]
-    group.context.lanes = CommunicationLanes(*lanes)
-    return records
-
-
 @distributed(2)
 def test_compute_waits_for_the_event_of_its_phase_only() -> None:
     first, second = make_group(nn.Linear(4, 4)), make_group(nn.Linear(4, 4))
     second.context = first.context
-    records = watched(first)
-    first.unshard_parameters(Phase.FORWARD)
-    second.unshard_parameters(Phase.BACKWARD)
+    recorder = Recorder()
+    with lanes_made_by(recorder.make_lane):
+        first.context.renew_lanes()
+        first.unshard_parameters(Phase.FORWARD)
+        forward = str(recorder.log[-1])
+        second.unshard_parameters(Phase.BACKWARD)
+        backward = str(recorder.log[-1])
+    assert forward == "gather: event 2" and backward == "gather: event 4"
     first.wait_for_unshard(Phase.FORWARD)
-    assert records[-1] == ("compute", "wait", "gather:1")
+    assert str(recorder.log[-1]) == "compute: waits for event 2"
     second.wait_for_unshard(Phase.BACKWARD)
-    assert records[-1] == ("compute", "wait", "gather:2")
+    assert str(recorder.log[-1]) == "compute: waits for event 4"
 
 
 @distributed(2)

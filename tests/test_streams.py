@@ -9,7 +9,8 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from compile_fsdp.runtime.streams import Lane, RecordingLane, make_lane
+from compile_fsdp.runtime.recording import Recorder
+from compile_fsdp.runtime.streams import Lane, lanes_made_by, make_lane
 
 CPU = torch.device("cpu")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -198,29 +199,30 @@ def test_two_threads_wait_for_the_same_entry(lane: Lane) -> None:
     assert finished == ["work", "waiter", "waiter"]
 
 
-def test_recording_lanes_share_their_records(log: Log) -> None:
-    records: list[tuple[str, str, str]] = []
-    gather, reduce = RecordingLane("gather", records), RecordingLane("reduce", records)
+def test_recording_lanes_say_what_they_are_asked_for(log: Log) -> None:
+    recorder = Recorder()
+    with lanes_made_by(recorder.make_lane):
+        gather, reduce, other = (make_lane(CPU, name) for name in ("gather", "reduce", "gather"))
     gather.wait_current()
     gather.collective(log.work("a"))
     event = gather.record_event()
     event.wait()
     reduce.wait_event(event)
-    reduce.collective(log.work("b"), depends=True)
+    reduce.collective(log.work("b"), depends=True, label="reduce_scatter b")
     reduce.then(log.call("accumulate"))
-    reduce.synchronize()
+    reduce.then(other.synchronize)
     assert_expected_inline(
-        "\n".join(" ".join(record).strip() for record in records),
+        "\n".join(map(str, recorder.log)),
         """\
-gather current
-gather issue
-gather event gather:1
-compute wait gather:1
-reduce wait gather:1
-reduce issue depends
-reduce then
-reduce event reduce:1
-compute wait reduce:1""",
+compute: event 1
+gather: waits for event 1
+gather: collective
+gather: event 2
+compute: waits for event 2
+reduce: waits for event 2
+reduce: reduce_scatter b
+gather 2: event 3
+reduce: waits for event 3""",
     )
     assert log.take() == "a issued, a done, b issued, b done, accumulate"
 
