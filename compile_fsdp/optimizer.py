@@ -15,6 +15,7 @@ from compile_fsdp.runtime.parameter_group import (
 )
 from compile_fsdp.runtime.row_dtensor import cut_tensor_like
 
+from .flat_step import FlatStep, is_elementwise_optimizer
 from .local_step import LocalStep
 
 
@@ -37,7 +38,9 @@ def fully_shard_optimizer(
         optimizer: any optimizer over (some of) the sharded model's parameters.
         precision_aware: the optimizer accepts gradients of another dtype than the parameter's:
             they are not cast.
-        local: None: the optimizer computes with DTensors. Otherwise it computes with plain tensors,
+        local: None: the optimizer computes with DTensors; torch's own elementwise ones (AdamW, SGD
+            and the like) with whole stretches of the flat buffers at once, which gives the same
+            values. Otherwise it computes with plain tensors,
             this rank's part of each parameter, and ``local`` is the unit that it updates as a
             whole and that must not be split between ranks: a number of consecutive elements (the
             block size of 8-bit state; 1 for AdamW), ``"row"``, or ``"tensor"`` (Muon). Between
@@ -66,7 +69,8 @@ def fully_shard_optimizer(
     local_step = None if local is None else LocalStep(local)
     if local_step is not None:
         local_step.check(optimizer)
-    hooks = _StepHooks(precision_aware, local_step)
+    flat_step = FlatStep() if local is None and is_elementwise_optimizer(optimizer) else None
+    hooks = _StepHooks(precision_aware, local_step, flat_step)
     hooks.mark_synced(optimizer)
     optimizer.register_step_pre_hook(hooks.before_step)
     optimizer.register_step_post_hook(hooks.after_step)
@@ -105,9 +109,12 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 class _StepHooks:
     """What one optimizer's step does before and after."""
 
-    def __init__(self, precision_aware: bool, local_step: LocalStep | None) -> None:
+    def __init__(
+        self, precision_aware: bool, local_step: LocalStep | None, flat_step: FlatStep | None
+    ) -> None:
         self._precision_aware = precision_aware
         self._local_step = local_step
+        self._flat_step = flat_step
         self._original_gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @staticmethod
@@ -130,14 +137,20 @@ class _StepHooks:
                 f"{type(optimizer).__name__}.step(closure) is not supported with sharded "
                 "parameters: run forward and backward first, then call step() without a closure"
             )
-        if self._local_step is not None:
-            self._local_step.leave(optimizer)  # a step that raised did not
+        self._leave(optimizer)  # a step that raised did not
         self.mark_synced(optimizer)
         self._original_gradients.clear()
+        if self._flat_step is not None:
+            self._flat_step.enter(optimizer, cast=not self._precision_aware)
         if not self._precision_aware:
             self._cast_gradients(optimizer)
         if self._local_step is not None:
             self._local_step.enter(optimizer)
+
+    def _leave(self, optimizer: torch.optim.Optimizer) -> None:
+        for inside in (self._local_step, self._flat_step):
+            if inside is not None:
+                inside.leave(optimizer)
 
     def _cast_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         for parameter in _parameters(optimizer):
@@ -149,8 +162,7 @@ class _StepHooks:
     def after_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if self._local_step is not None:
-            self._local_step.leave(optimizer)
+        self._leave(optimizer)
         for parameter, gradient in self._original_gradients:
             _set_gradient(parameter, gradient)
         self._original_gradients.clear()

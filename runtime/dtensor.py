@@ -190,9 +190,9 @@ def with_rows(spec: DTensorSpec, rows: tuple[int, ...], local: torch.Tensor) -> 
 def spec_like(spec: DTensorSpec, rows: int, local: torch.Tensor) -> DTensorSpec:
     """The spec of the tensor of which ``local`` is this rank's part, cut like that of ``spec``.
 
-    ``rows``: of the whole tensor. The outermost stride does not depend on them.
+    ``rows``: of the whole tensor, if it has any. The outermost stride does not depend on them.
     """
-    meta, shape = spec.tensor_meta, torch.Size((rows, *local.shape[1:]))
+    meta, shape = spec.tensor_meta, torch.Size((rows, *local.shape[1:])[: local.ndim])
     if meta is not None and (meta.shape, meta.stride) == (shape, local.stride()):
         if meta.dtype == local.dtype:
             return spec
