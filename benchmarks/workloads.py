@@ -56,12 +56,12 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Embedding, blocks, head, cross-entropy."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, shape.width)
+        self.embedding = nn.Embedding(vocabulary, shape.width)
         self.blocks = nn.ModuleList(Block(shape.width) for _ in range(shape.blocks))
         self.norm = nn.LayerNorm(shape.width)
-        self.head = nn.Linear(shape.width, VOCABULARY, bias=False)
+        self.head = nn.Linear(shape.width, vocabulary, bias=False)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
