@@ -45,6 +45,11 @@ ROUNDING = {"rtol": 1e-3, "atol": 2e-5}
 BF16_ROUNDING = {"rtol": 3e-2, "atol": 6e-3}
 
 
+# Clock cycles: about two milliseconds of an H200, far more than the host needs for what it issues
+# meanwhile, far less than a test may take.
+SLOW = 4_000_000
+
+
 def missing_device() -> str:
     """Why nothing can run on `DEVICE`; empty where it can."""
     if not ON_CUDA or torch.cuda.is_available():

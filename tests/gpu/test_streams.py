@@ -7,7 +7,6 @@ real copies on a stream of their own.
 from __future__ import annotations
 
 import functools
-import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,20 +16,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 from compile_fsdp import Placements, fully_shard_optimizer, microbatch
 from compile_fsdp.runtime.streams import make_lane
 from tests.gpu.loopback import Pace, loopback_world
-from tests.gpu.support import DEVICE, ON_CUDA, drive, floats, mesh_of, shard, stack
+from tests.gpu.support import DEVICE, ON_CUDA, SLOW, drive, floats, mesh_of, shard, stack
+from tests.gpu.traces import Event, beside_compute, trace_of
 from tests.training import adamw
 
 # Beyond 8 ranks the runtime makes one all-gather where there is gloo, too.
 RANKS = 16
-
-# About two milliseconds of an H200's clock, far more than the host needs for what it issues in
-# between, far less than a test may take.
-SLOW = 4_000_000
 
 Step = Callable[[], object]
 
@@ -165,18 +160,6 @@ def trained(driver: str, ranks: int, cycles: int = 0) -> Iterator[tuple[Step, Pa
         yield step, pace
 
 
-def trace_of(step: Step, path: Path) -> list[dict[str, Any]]:
-    """The events of a Chrome trace of ``step``."""
-    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if ON_CUDA else [])]
-    with profile(activities=kinds) as watched:
-        step()
-        if ON_CUDA:
-            torch.cuda.synchronize()
-    watched.export_chrome_trace(str(path))
-    events: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    return events
-
-
 @pytest.mark.parametrize("driver", ["eager", "aot_eager"])
 def test_a_trace_names_what_is_gathered_and_reduced(driver: str, tmp_path: Path) -> None:
     with trained(driver, RANKS) as (step, _):
@@ -194,22 +177,29 @@ def test_gathers_overlap_compute_in_a_trace(driver: str, tmp_path: Path) -> None
     with trained(driver, RANKS, cycles=SLOW // 4) as (step, pace):
         pace.cycles = SLOW // 4
         events = trace_of(step, tmp_path / "trace.json")
-    kernels = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy")]
-    # GELU is computed; nothing that communicates computes it.
-    (compute,) = {each["args"]["stream"] for each in kernels if "gelu" in each["name"].lower()}
-    busy = [_interval(each) for each in kernels if each["args"]["stream"] == compute]
-    others = [each for each in kernels if each["args"]["stream"] != compute]
-    idling = [_interval(each) for each in others if "spin" in each["name"].lower()]
-    assert len(idling) >= 8, f"{len(idling)} collectives: {sorted({e['name'] for e in others})}"
-    overlapped = sum(
-        any(start < end_ and start_ < end for start_, end_ in busy) for start, end in idling
-    )
+    found, beside = beside_compute(events, "spin")
+    assert found >= 8, f"{found} collectives"
     # The first gather of forward and of backward, and the last reduction, have nothing beside them.
-    assert overlapped >= len(idling) - 4, f"{overlapped} of {len(idling)} overlap compute"
+    assert beside >= found - 4, f"{beside} of {found} overlap compute"
 
 
-def _interval(event: dict[str, Any]) -> tuple[float, float]:
-    return event["ts"], event["ts"] + event["dur"]
+def test_what_runs_beside_compute() -> None:
+    """`beside_compute`, on a trace of which everything is known."""
+
+    def event(name: str, stream: int, start: float, end: float) -> Event:
+        times = {"ts": start, "dur": end - start}
+        return {"cat": "kernel", "name": name, "args": {"stream": stream}, **times}
+
+    events: list[Event] = [
+        {"cat": "cpu_op", "name": "spin", "ts": 0, "dur": 9},
+        event("GeluCUDAKernel", 7, 10, 20),
+        event("spin_kernel", 7, 20, 30),
+        event("spin_kernel", 13, 0, 10),
+        event("spin_kernel", 13, 15, 16),
+        event("spin_kernel", 13, 29, 40),
+        event("copy", 13, 12, 13),
+    ]
+    assert beside_compute(events, "spin") == (3, 2)
 
 
 @pytest.mark.cuda_only

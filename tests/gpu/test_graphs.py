@@ -1,0 +1,152 @@
+"""CUDA graphs: captured steps repeat what calls compute, on new inputs, and do get repeated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from compile_fsdp import fully_shard_optimizer, microbatch
+from tests.gpu.loopback import PACE, loopback_world
+from tests.gpu.support import (
+    ROUNDING,
+    SLOW,
+    backend,
+    floats,
+    shard,
+    skip_without_option,
+    stack,
+    world,
+)
+from tests.training import adamw
+
+pytestmark = pytest.mark.cuda_only
+
+# Of each kind of call two warm up and the third is captured.
+STEPS = 7
+RANKS = 16
+
+Values = list[torch.Tensor]
+
+
+def run_steps(
+    ranks: int,
+    compiled: Callable[[nn.Module], Any],
+    *,
+    microbatches: int = 1,
+    to_none: bool = True,
+    synchronous: bool = False,
+    cycles: int = 0,
+    captured: bool = False,
+) -> Values:
+    """Losses of `STEPS` steps on ever new batches, then this rank's weights."""
+    place: AbstractContextManager[object] = world() if ranks == 1 else loopback_world(ranks)
+    with place:
+        model = shard(stack())
+        call = compiled(model)
+        optimizer = adamw(model)
+        fully_shard_optimizer(optimizer)
+        PACE.synchronous, PACE.cycles = synchronous, cycles
+        batches = iter(floats(STEPS * microbatches))
+        found = []
+        for _ in range(STEPS):
+            for number in range(microbatches):
+                with microbatch(model, is_last=number == microbatches - 1):
+                    loss = call(*next(batches))
+                    loss.backward()
+                found.append(loss.detach().clone())
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=to_none)
+        if captured:
+            assert_replayed(model)
+        return found + [each.to_local().detach().clone() for each in model.parameters()]
+
+
+def assert_replayed(model: nn.Module) -> None:
+    """The forward and the backward graph were captured, and most calls repeated that."""
+    from compile_fsdp import graph_runs
+
+    runs = graph_runs(model)
+    kinds = {run.graph.split()[-1] for run in runs}
+    assert {"forward", "backward"} <= kinds, "; ".join(map(str, runs))
+    for run in runs:
+        assert run.captures >= 1 and run.replays >= 2, str(run)
+
+
+def compiling(**options: Any) -> Callable[[nn.Module], Any]:
+    return lambda model: torch.compile(model, backend=backend, options=options)
+
+
+@pytest.mark.parametrize("to_none", [True, False], ids=["none", "zeros"])
+@pytest.mark.parametrize("ranks", [1, RANKS])
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_replays_compute_what_calls_do(inner: str, ranks: int, to_none: bool) -> None:
+    skip_without_option("cudagraphs")
+    expected = run_steps(ranks, compiling(inner=inner), to_none=to_none)
+    found = run_steps(
+        ranks, compiling(inner=inner, cudagraphs=True), to_none=to_none, captured=True
+    )
+    torch.testing.assert_close(found, expected, **ROUNDING)
+
+
+@pytest.mark.parametrize("ranks", [1, RANKS])
+def test_microbatches_are_captured_by_their_kind(ranks: int) -> None:
+    """The first, the middle and the last of a step do different things to gradients."""
+    skip_without_option("cudagraphs")
+    options = {"inner": "aot_eager"}
+    expected = run_steps(ranks, compiling(**options), microbatches=3)
+    found = run_steps(ranks, compiling(**options, cudagraphs=True), microbatches=3, captured=True)
+    torch.testing.assert_close(found, expected, **ROUNDING)
+
+
+def test_a_captured_step_does_not_race() -> None:
+    """Each collective idles inside of the capture as well; every branch is joined."""
+    skip_without_option("cudagraphs")
+    options = {"inner": "aot_eager"}
+    expected = run_steps(RANKS, compiling(**options), synchronous=True)
+    found = run_steps(RANKS, compiling(**options, cudagraphs=True), cycles=SLOW, captured=True)
+    torch.testing.assert_close(found, expected, **ROUNDING)
+
+
+def test_the_mode_is_the_option() -> None:
+    skip_without_option("cudagraphs")
+    expected = run_steps(1, compiling())
+
+    def compiled(model: nn.Module) -> Any:
+        return torch.compile(model, backend=backend, mode="reduce-overhead")
+
+    found = run_steps(1, compiled, captured=True)
+    torch.testing.assert_close(found, expected, **ROUNDING)
+
+
+@pytest.mark.parametrize("ranks", [1, RANKS])
+def test_the_host_never_waits_in_a_replayed_step(ranks: int) -> None:
+    skip_without_option("cudagraphs")
+    place: AbstractContextManager[object] = world() if ranks == 1 else loopback_world(ranks)
+    with place:
+        model = shard(stack())
+        call = torch.compile(
+            model, backend=backend, options={"inner": "aot_eager", "cudagraphs": True}
+        )
+        optimizer = adamw(model)
+        fully_shard_optimizer(optimizer)
+        batches = floats(STEPS)
+
+        def step(number: int) -> None:
+            call(*batches[number]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for number in range(STEPS - 1):
+            step(number)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step(STEPS - 1)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert_replayed(model)
