@@ -257,11 +257,20 @@ class DBuffer:
         Raises:
             ValueError: The layout cuts rows (``Flat``) and the buffer is sharded.
         """
+        if not own_storage:
+            return self.get_dtensors((index,))[0]
         with torch.inference_mode(False), torch.no_grad():
             local = self.get_local_tensor(index)
-            if own_storage:
-                local = from_dlpack(local) if local.numel() else torch.empty_like(local)
+            local = from_dlpack(local) if local.numel() else torch.empty_like(local)
             return dtensor_of(local, self._geometry.spec(index, self.dtype))
+
+    def get_dtensors(self, indices: Sequence[int]) -> list[DTensor]:
+        """`get_dtensor` of each of ``indices``."""
+        with torch.inference_mode(False), torch.no_grad():
+            return [
+                dtensor_of(self.get_local_tensor(index), self._geometry.spec(index, self.dtype))
+                for index in indices
+            ]
 
     def shard_tensor(self, index: int, full: torch.Tensor) -> DTensor:
         """``full``, a full value of tensor ``index``, as a DTensor distributed like this buffer.

@@ -65,18 +65,18 @@ class GradientHooks:
             for index, parameter in enumerate(self._parameters)
         )
 
-    def see(self, reduced: DBuffer, indices: Sequence[int], lane: Lane) -> bool:
-        """Show each hooked parameter its part of ``reduced``, and take in what hooks return.
+    def on(self, indices: Sequence[int]) -> list[int]:
+        """Those of ``indices`` whose parameters users have hung a hook on that sees gradients."""
+        return [index for index in indices if self._users_hooks(index)]
 
-        Returns:
-            Whether there was a hook.
+    def see(self, reduced: DBuffer, hooked: Sequence[int], lane: Lane) -> None:
+        """Show each parameter of `on` its part of ``reduced``, and take in what hooks return.
 
         Raises:
             RuntimeError: ``reduced`` is not finished: other ranks' parts are missing.
         """
-        hooked = [index for index in indices if self._users_hooks(index)]
         if not hooked:
-            return False
+            return
         if any(placement.is_partial() for placement in reduced.placements):
             raise RuntimeError(
                 f"parameter {self._fqns[hooked[0]]!r} has a hook (register_hook), but under its "
@@ -92,7 +92,6 @@ class GradientHooks:
                     local = getattr(replaced, "to_local", lambda replaced=replaced: replaced)()
                     reduced.get_local_tensor(index).copy_(local)
         lane.wait_current()
-        return True
 
     def note(self, indices: Sequence[int]) -> bool:
         """Remember whose gradients have grown; True if a hook must run for one of them."""

@@ -114,9 +114,13 @@ class MainGradient:
         elif self._stale:
             self._set_finished_aside(missing, lane.memory)
         lane.wait_current()
-        reduced = reduce_to(partial, self.buffer.placements, lane, label=label)
-        # What a hook has seen, a user may have kept.
-        ends_here = not self.hooks.see(reduced, indices, lane) and reduced is not partial
+        hooked = self.hooks.on(indices)
+        # What a hook has seen, a user may have kept: that is no accumulator.
+        direct = begins and not hooked and partial.dtype == self.buffer.dtype
+        out = self.buffer if direct else None
+        reduced = reduce_to(partial, self.buffer.placements, lane, out=out, label=label)
+        self.hooks.see(reduced, hooked, lane)
+        ends_here = not hooked and reduced is not partial and reduced is not self.buffer
         target = self.buffer.local
         # Dropped by the user, or never bound: their parts start from zero.
         restarted = [] if begins else [self.buffer.get_local_tensor(index) for index in missing]
@@ -126,6 +130,8 @@ class MainGradient:
                 zero_each(restarted)
                 if not begins:
                     target.add_(reduced.local, alpha=scale)
+                elif reduced.local is target:
+                    target.mul_(scale)
                 elif scale == 1.0:
                     target.copy_(reduced.local)
                 else:
@@ -133,7 +139,8 @@ class MainGradient:
             if ends_here:
                 lane.memory.give_back(reduced.local)
 
-        lane.then(take_in)
+        if reduced.local is not target or scale != 1.0:
+            lane.then(take_in)
         wanted = [i for i in indices if self._parameters[i].requires_grad]
         self._bind(self.buffer, [i for i in wanted if self._parameters[i].grad is None])
 
@@ -288,8 +295,7 @@ class MainGradient:
                 self._parameters[index].grad = gradient
 
     def _bind(self, buffer: DBuffer, indices: Sequence[int]) -> None:
-        for index in indices:
-            gradient = buffer.get_dtensor(index)
+        for index, gradient in zip(indices, buffer.get_dtensors(indices), strict=True):
             self._parameters[index].grad = gradient
             self._bound[index] = gradient
 
@@ -314,20 +320,33 @@ def pack_gradients(
 
 
 def reduce_to(
-    partial: DBuffer, placements: Sequence[Placement], lane: Lane, *, label: str = ""
+    partial: DBuffer,
+    placements: Sequence[Placement],
+    lane: Lane,
+    *,
+    out: DBuffer | None = None,
+    label: str = "",
 ) -> DBuffer:
-    """Reduce-scatter ``partial`` over every axis that ``placements`` shards, inner first."""
+    """Reduce-scatter ``partial`` over every axis that ``placements`` shards, inner first.
+
+    Returns:
+        ``partial`` itself if there is no such axis; else ``out``, or new memory of the lane.
+    """
+    axes = [axis for axis, placement in enumerate(placements) if isinstance(placement, Shard)]
     current = partial
-    for axis in reversed(range(len(placements))):
-        if isinstance(placements[axis], Shard):
-            step = list(current.placements)
-            step[axis] = placements[axis]
-            before = current
-            current = current.redistribute(
-                step, lane=lane, depends=current is not partial, label=label
-            )
-            if before is not partial:
-                lane.then(functools.partial(lane.memory.give_back, before.local))
+    for axis in reversed(axes):
+        step = list(current.placements)
+        step[axis] = placements[axis]
+        before = current
+        current = current.redistribute(
+            step,
+            out=out if axis == axes[0] else None,
+            lane=lane,
+            depends=current is not partial,
+            label=label,
+        )
+        if before is not partial:
+            lane.then(functools.partial(lane.memory.give_back, before.local))
     return current
 
 
