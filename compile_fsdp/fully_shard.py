@@ -75,7 +75,8 @@ def fully_shard(
         placements: what is sharded over which axis. None: ZeRO-3 on a 1-D mesh, HSDP on a 2-D one.
         mixed_precision_policy: dtypes of main weights and gradients. None: fp32 main weights,
             gradients in the parameter's dtype.
-        use_symm_mem: stage communication in symmetric memory.
+        use_symm_mem: stage communication in NCCL's symmetric memory (True), where that can be had
+            (``"if_available"``), or not. A model uses it where all of its calls say so.
         grad_scale: factor on every gradient contribution of these parameters.
         shard_layout: ``PADDED`` gives every rank a segment of equal size where that takes at most
             3 % of padding, ``PACKED`` has no padding and segments that differ.
@@ -90,9 +91,8 @@ def fully_shard(
         ValueError: ``module`` is sharded already and nothing below it is new, has no parameters
             at all, one of its parameters is owned by another FSDP module, is lazy, sparse or a
             DTensor, or is on another device type than the mesh, the placements do not fit the
-            mesh, or the mesh's devices are not there or its process groups cannot communicate on
-            them. The module is then exactly as before.
-        NotImplementedError: a feature of the signature that is not available yet.
+            mesh, the mesh's devices are not there or its process groups cannot communicate on
+            them, or there is no symmetric memory. The module is then exactly as before.
     """
     check_types(module, mesh, placements, mixed_precision_policy)
     check_options(
@@ -121,7 +121,7 @@ def fully_shard(
                 *of_group,
                 mixed_precision_policy or MixedPrecisionPolicy(),
                 grad_scale,
-                bool(use_symm_mem),
+                use_symm_mem,
                 parameter_to_owner,
                 shard_layout,
             )

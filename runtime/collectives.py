@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from compile_fsdp.runtime import symmetric_memory
 from compile_fsdp.runtime.agreement import Step
 from compile_fsdp.runtime.announcing import Works, in_agreement
 from compile_fsdp.runtime.streams import Lane, Waitable
@@ -121,7 +122,7 @@ def all_gather(
         return _broadcast_each(parts, input, group)
 
     lane.collective(
-        _announced(start, "all_gather", output, group, label),
+        _announced(start, "all_gather", output, group, label, (output, input) if even else ()),
         depends=depends,
         reads=[input],
         writes=[output],
@@ -167,14 +168,15 @@ def reduce_scatter(
         return
     op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
     parts = list(input.split(list(sizes)))
+    even = len(set(sizes)) == 1
 
     def start() -> Waitable | None:
-        if len(set(sizes)) == 1:
+        if even:
             return _reduce_scatter_single(output, input, op=op, group=group, async_op=True)
         return _reduce_scatter(output, parts, op=op, group=group, async_op=True)
 
     lane.collective(
-        _announced(start, "reduce_scatter", input, group, label),
+        _announced(start, "reduce_scatter", input, group, label, (input, output) if even else ()),
         depends=depends,
         reads=[input],
         writes=[output],
@@ -204,7 +206,7 @@ def all_reduce(
         return _all_reduce(tensor, op=op, group=group, async_op=True)
 
     lane.collective(
-        _announced(start, "all_reduce", tensor, group, label),
+        _announced(start, "all_reduce", tensor, group, label, (tensor,)),
         depends=depends,
         writes=[tensor],
         label=f"all_reduce {label}",
@@ -219,9 +221,18 @@ def _announced(
     full: torch.Tensor,
     group: dist.ProcessGroup,
     label: str,
+    staged: Sequence[torch.Tensor] = (),
 ) -> Callable[[], Waitable | None]:
-    """``start``, recorded, as soon as the ranks of ``group`` agree on it."""
-    agreed = in_agreement(start, Step.of(kind, label, full), group, full.device)
+    """``start``, recorded, as soon as the ranks of ``group`` agree on it.
+
+    ``staged`` are buffers of one size on every rank: symmetric memory, where it is in use.
+    """
+
+    def registered() -> Waitable | None:
+        symmetric_memory.register(staged, group)
+        return start()
+
+    agreed = in_agreement(registered, Step.of(kind, label, full), group, full.device)
 
     def recording() -> Waitable | None:
         _record(kind, full, group, label)

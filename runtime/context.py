@@ -11,7 +11,7 @@ import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ from .memory import Memory
 from .merging import gather_together, reduce_together
 from .process_groups import GATHER, REDUCE_INNER, REDUCE_OUTER, UNIFIED
 from .streams import Event, Lane, make_lane
+from .symmetric_memory import StagingPool
 from .torch_internals import at_end_of_backward, in_backward
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ class GroupContext:
         self.device = device
         self.unified = unified
         self.memory = Memory()
+        self._all_staged = True
         self.is_last_microbatch = True
         self.zeros_missing_gradients = False
         self.eager_depth = 0
@@ -101,6 +103,13 @@ class GroupContext:
         """Take ``group`` in: it communicates on this context's lanes from now on."""
         self._groups.append(weakref.ref(group))
         group.context = self
+        self.add_staging(group.staging)
+
+    def add_staging(self, pool: StagingPool | None) -> None:
+        """A group's staging buffers may come from ``pool``: they do where those of all groups may,
+        for these share their memory."""
+        self._all_staged = self._all_staged and pool is not None
+        self.memory.source = pool.allocating if pool and self._all_staged else nullcontext
 
     def groups(self) -> Iterator[FsdpParameterGroup]:
         """The live groups, in the order they were added."""

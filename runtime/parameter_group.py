@@ -43,6 +43,7 @@ from .parameter import (
 )
 from .placement import ShardLayout, is_sharded, strictest_shard
 from .profiling import profiled
+from .symmetric_memory import allocating_in, staging_pool
 from .torch_internals import in_backward, ranks_of, will_accumulate
 from .trainability import Trainability
 from .unsharding import Phase, Unsharding
@@ -77,16 +78,17 @@ class FsdpParameterGroup(GroupUnsharding):
         mixed_precision_policy: dtypes of main weights, main gradients and their communication.
         grad_scale: factor on every gradient contribution (expert parallelism: a rank's experts
             already saw ``ep_size`` ranks' tokens).
-        use_symmetric_memory: stage communication in symmetric memory; not available yet.
+        use_symmetric_memory: stage communication in symmetric memory (True), where that can be had
+            (``"if_available"``), or not (False).
         parameter_to_owner: for ``TensorAtomic`` placements: the rank that holds each parameter.
         shard_layout: ``PADDED`` gives every rank a segment of the same size where that takes at
             most 3 % of padding, ``PACKED`` has no padding and segments that differ.
 
     Raises:
         ValueError: no parameter, parameters that differ in dtype or requires_grad, illegal
-            placements, or under ``TensorAtomic`` a parameter without an owner in the mesh.
+            placements, no symmetric memory where it must be, or under ``TensorAtomic`` a parameter
+            without an owner in the mesh.
         TypeError: an owner is not a number.
-        NotImplementedError: a feature of the signature that is not available yet.
     """
 
     def __init__(
@@ -99,14 +101,10 @@ class FsdpParameterGroup(GroupUnsharding):
         main_weight_placements: Sequence[Placement],
         mixed_precision_policy: MixedPrecisionPolicy,
         grad_scale: float = 1.0,
-        use_symmetric_memory: bool = False,
+        use_symmetric_memory: bool | str = False,
         parameter_to_owner: Mapping[nn.Parameter, int] | None = None,
         shard_layout: ShardLayout = ShardLayout.PADDED,
     ) -> None:
-        if use_symmetric_memory:
-            raise NotImplementedError(
-                "use_symm_mem=True is not available yet; pass use_symm_mem=False (the default)"
-            )
         super().__init__(owning_module)
         originals = unique_parameters(fqn_to_parameter)
         first = next(iter(originals))
@@ -147,18 +145,22 @@ class FsdpParameterGroup(GroupUnsharding):
             owners=self._owners,
             alignment=max(1, ALIGNMENT_BYTES // precision.smallest_itemsize(self.dtype)),
         )
+        process_groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+        self.staging = staging_pool(use_symmetric_memory, process_groups, self.layout, self.device)
+        self.context.add_staging(self.staging)
         # Nothing updates a frozen weight: its main weight is its model weight.
         frozen = not first.requires_grad
-        self._weights = GroupWeights(
-            [original.detach() for original in originals],
-            mesh,
-            self.layout,
-            model_weight_placements,
-            model_weight_placements if frozen else main_weight_placements,
-            self.dtype,
-            self.dtype if frozen else precision.main_params_dtype,
-            self.device,
-        )
+        with allocating_in(self.staging):
+            self._weights = GroupWeights(
+                [original.detach() for original in originals],
+                mesh,
+                self.layout,
+                model_weight_placements,
+                model_weight_placements if frozen else main_weight_placements,
+                self.dtype,
+                self.dtype if frozen else precision.main_params_dtype,
+                self.device,
+            )
         self.flat_leaf = nn.Parameter(self.model_weight.local, requires_grad=first.requires_grad)
         self.parameters = bind_parameters(self, originals, self._weights)
         self._unsharding = Unsharding(self._weights, [each.sharded for each in self.parameters])
@@ -185,6 +187,7 @@ class FsdpParameterGroup(GroupUnsharding):
             self.mesh,
             *self._made_with,
             self.grad_scale,
+            self.staging is not None,
             parameter_to_owner=owners or None,
             shard_layout=self._shard_layout,
         )

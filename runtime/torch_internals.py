@@ -10,8 +10,9 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -103,6 +104,54 @@ def sequence_number(group: dist.ProcessGroup) -> int:
     flight recorder stores, which has no public name."""
     number: int = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
     return number
+
+
+def nccl_version() -> tuple[int, ...]:
+    """The version of NCCL that is loaded; (0,) where torch was built without.
+
+    ``torch.cuda.nccl.version`` exists in every build and fails in one without NCCL.
+    """
+    version: tuple[int, ...] = torch.cuda.nccl.version() if dist.is_nccl_available() else (0,)
+    return version
+
+
+class SymmetricMemoryOfTorch:
+    """torch's symmetric memory on NCCL: prototype, so without public names.
+
+    The module is imported when first used, for it imports kernels. FSDP2 uses the same functions
+    (``set_symm_mem_for_comm``) from torch 2.13 on, where NCCL's memory can be pooled.
+
+    Raises:
+        RuntimeError: this torch was built without NCCL's symmetric memory, or another backend of it
+            is in use in this process.
+    """
+
+    def __init__(self) -> None:
+        from torch.distributed import _symmetric_memory
+
+        self._module = _symmetric_memory
+        # For the whole process, once. torch refuses when memory of another kind is in use.
+        _symmetric_memory.set_backend("NCCL")
+
+    @staticmethod
+    def is_there() -> bool:
+        """Whether this torch has a memory pool of NCCL's: 2.11 cannot tell its tensors either."""
+        memory = torch._C._distributed_c10d._SymmetricMemory
+        return hasattr(memory, "is_symm_mem_tensor")
+
+    def allocating(self, device: torch.device) -> AbstractContextManager[object]:
+        """A context in which this thread allocates from torch's pool for ``device``."""
+        return torch.cuda.use_mem_pool(self._module.get_mem_pool(device), device)
+
+    def is_symmetric(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` was allocated in it."""
+        memory: Any = torch._C._distributed_c10d._SymmetricMemory
+        found: bool = memory.is_symm_mem_tensor(tensor)
+        return found
+
+    def rendezvous(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Make a window of ``group`` of what ``tensor`` is in. torch keeps it with the memory."""
+        self._module.rendezvous(tensor, group.group_name)
 
 
 def is_fake_group(group: dist.ProcessGroup) -> bool:

@@ -82,7 +82,7 @@ def test_wrong_arguments_are_refused_and_change_nothing() -> None:
         fully_shard(model, "cpu")
     with pytest.raises(TypeError, match="module must be a Module, got int"):
         fully_shard(3, mesh)
-    with pytest.raises(NotImplementedError, match="use_symm_mem=True is not available"):
+    with pytest.raises(ValueError, match="use_symm_mem=True: it is memory of CUDA devices"):
         fully_shard(model, mesh, use_symm_mem=True)
     atomic = Placements(("dp",), *[(TensorAtomic(),)] * 3)
     with pytest.raises(ValueError, match="'weight' has no owner; pass parameter_to_owner"):
