@@ -15,12 +15,13 @@ PROCESSES ?= 2
 DEMO_ARGS ?= --out runs/demo --fresh
 
 .DEFAULT_GOAL := help
-.PHONY: help bench demo test test-slow random lint typecheck clean
+.PHONY: help bench demo test test-gpu test-slow random lint typecheck clean
 
 help:
 	@echo "make demo       train a small language model, sharded over $(PROCESSES) processes"
 	@echo "make test       run the tests (PYTEST_ARGS=... narrows them)"
 	@echo "make test-slow  run the slow tests, which make test leaves out"
+	@echo "make test-gpu   run the tests that need a GPU (skipped without one)"
 	@echo "make random     train random configurations and compare with one process (CASES=500 SEED=1)"
 	@echo "make bench      measure beside FSDP2 and DDP, against the targets (BENCH_ARGS=... narrows)"
 	@echo "make lint       ruff: style and imports"
@@ -38,6 +39,10 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+# On a machine with a GPU and no wish for an environment: python3 -m pytest tests/gpu
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest tests/gpu $(PYTEST_ARGS)
 
 CASES ?= 200
 SEED ?= 0
