@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-
 import pytest
 import torch
 
 from compile_fsdp import fully_shard_optimizer
-from tests.gpu.loopback import loopback_world
+from tests.gpu.loopback import world_of
 from tests.gpu.support import (
     DEVICE,
     ON_CUDA,
@@ -17,7 +15,6 @@ from tests.gpu.support import (
     shard,
     skip_without_option,
     stack,
-    world,
 )
 from tests.training import adamw
 
@@ -30,8 +27,7 @@ def test_steps_after_warm_up_allocate_no_buffer(driver: str, ranks: int) -> None
     skip_without_option("arena")
     results = []
     for arena in (False, True):
-        place: AbstractContextManager[object] = world() if ranks == 1 else loopback_world(ranks)
-        with place:
+        with world_of(ranks):
             model = shard(stack())
             call = drive(model, driver, arena=arena)
             optimizer = adamw(model)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 
 from compile_fsdp import fully_shard_optimizer, microbatch
-from tests.gpu.loopback import PACE, loopback_world
+from tests.gpu.loopback import world_of
 from tests.gpu.support import (
     ROUNDING,
     SLOW,
@@ -20,7 +19,6 @@ from tests.gpu.support import (
     shard,
     skip_without_option,
     stack,
-    world,
 )
 from tests.training import adamw
 
@@ -44,13 +42,12 @@ def run_steps(
     captured: bool = False,
 ) -> Values:
     """Losses of `STEPS` steps on ever new batches, then this rank's weights."""
-    place: AbstractContextManager[object] = world() if ranks == 1 else loopback_world(ranks)
-    with place:
+    with world_of(ranks) as pace:
         model = shard(stack())
         call = compiled(model)
         optimizer = adamw(model)
         fully_shard_optimizer(optimizer)
-        PACE.synchronous, PACE.cycles = synchronous, cycles
+        pace.synchronous, pace.cycles = synchronous, cycles
         batches = iter(floats(STEPS * microbatches))
         found = []
         for _ in range(STEPS):
@@ -126,8 +123,7 @@ def test_the_mode_is_the_option() -> None:
 @pytest.mark.parametrize("ranks", [1, RANKS])
 def test_the_host_never_waits_in_a_replayed_step(ranks: int) -> None:
     skip_without_option("cudagraphs")
-    place: AbstractContextManager[object] = world() if ranks == 1 else loopback_world(ranks)
-    with place:
+    with world_of(ranks):
         model = shard(stack())
         call = torch.compile(
             model, backend=backend, options={"inner": "aot_eager", "cudagraphs": True}

@@ -19,7 +19,7 @@ from torch import nn
 
 from compile_fsdp import Placements, fully_shard_optimizer, microbatch
 from compile_fsdp.runtime.streams import make_lane
-from tests.gpu.loopback import Pace, loopback_world
+from tests.gpu.loopback import Pace, loopback_world, world_of
 from tests.gpu.support import DEVICE, ON_CUDA, SLOW, drive, floats, mesh_of, shard, stack
 from tests.gpu.traces import Event, beside_compute, trace_of
 from tests.training import adamw
@@ -141,7 +141,7 @@ def test_compute_overlaps_a_lane_until_it_waits() -> None:
 @contextmanager
 def trained(driver: str, ranks: int, cycles: int = 0) -> Iterator[tuple[Step, Pace]]:
     """One training step, warmed up, in a world of ``ranks``."""
-    with loopback_world(ranks) as pace:
+    with world_of(ranks) as pace:
         model = shard(stack(width=256, blocks=4, cycles=cycles))
         optimizer = adamw(model)
         fully_shard_optimizer(optimizer)
