@@ -192,7 +192,9 @@ def _new_group(
     ranks, timeout = dist.get_process_group_ranks(group), process_group_timeout(group)
     if own_groups_pay(backend) and group.bound_device_id is not None:
         # With a bound device torch makes a new group by splitting the default communicator, in
-        # which every rank of the world must join. Splitting the axis' own needs its members only.
+        # which every rank of the world must join. Splitting the axis' own needs its members only,
+        # and that it is there.
+        connect([group], group.bound_device_id)
         made: dist.ProcessGroup | None = dist.split_group(
             group, [list(range(group.size()))], timeout=timeout, group_desc=described
         )
@@ -242,7 +244,7 @@ def check_bound_device(groups: Iterable[dist.ProcessGroup], device: torch.device
         ValueError: they are bound to another device than the current one.
     """
     for group in groups:
-        if is_fake_group(group):
+        if not own_groups_pay(backend_of(group, device.type)):
             continue
         bound = group.bound_device_id
         if bound is None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -31,7 +33,7 @@ from compile_fsdp.runtime.process_groups import (
     own_groups_pay,
     separate,
 )
-from tests.distributed import distributed
+from tests.distributed import distributed, run
 from tests.models import LanguageModel, language_batches
 from tests.modes import mesh_of
 from tests.training import adamw, assert_same, cpu_mesh, drive, shard_blocks, train
@@ -312,15 +314,89 @@ def test_communicators_are_made_once_and_a_failure_says_what_to_do() -> None:
 def test_a_group_that_knows_no_device_is_warned_of() -> None:
     group = cpu_mesh().get_group()
     device = torch.device("cuda", 0)
-    with pytest.warns(UserWarning, match=r"pass device_id=torch\.device\('cuda', local_rank\)"):
-        process_groups.check_bound_device([group], device)
+    process_groups.check_bound_device([group], device)  # gloo has no use for one
 
     class Bound:
         bound_device_id = torch.device("cuda", 1)
 
-    real, process_groups.is_fake_group = process_groups.is_fake_group, lambda _: False
-    try:
-        with pytest.raises(ValueError, match=r"bound to cuda:1 .* is cuda:0; call .*set_device\(1"):
-            process_groups.check_bound_device([Bound()], device)  # type: ignore[list-item]
-    finally:
-        process_groups.is_fake_group = real
+    bound: Any = Bound()
+    with mock.patch.object(process_groups, "backend_of", lambda *_: "nccl"):
+        with pytest.warns(UserWarning, match=r"pass device_id=torch\.device\('cuda', local_rank\)"):
+            process_groups.check_bound_device([group], device)
+        with pytest.raises(ValueError, match=r"to cuda:1 .* is cuda:0; call .*set_device\(1"):
+            process_groups.check_bound_device([bound], device)
+
+
+def go_another_way() -> str:
+    """One rank ends its forward by a backward, the other by another forward: on communicators of
+    their own, with nothing in common but what the ranks agree on, both would wait for ever."""
+    mesh = cpu_mesh()
+    separate(mesh, ((GATHER, 0), (REDUCE_INNER, 0)), own=True)
+    model = shard_blocks(LanguageModel(), mesh)
+    batch = language_batches(1, 2)[0]
+    for _ in range(3):
+        model(*batch).backward()
+    loss = model(*batch)
+    with pytest.raises(RuntimeError) as raised:
+        if dist.get_rank() == 0:
+            loss.backward()
+        else:
+            model(*batch)
+            model(*batch).backward()
+    return str(raised.value)
+
+
+def test_ranks_that_differ_are_told_across_communicators() -> None:
+    for text in run(2, go_another_way, timeout=60):
+        assert "ranks 0 and 1 differ" in text
+
+
+@pytest.mark.parametrize("bound", [True, False], ids=["device bound", "no device"])
+@distributed(2)
+def test_how_a_group_is_made(bound: bool) -> None:
+    """With a device NCCL's communicator of the axis is split, by its members alone; without one a
+    group is made by its members alone."""
+    calls: list[tuple[str, Any]] = []
+    device = torch.device("cuda", 0)
+    real = process_groups.dist.new_group
+
+    class Axis:
+        """The parts of an NCCL group that are asked for."""
+
+        bound_device_id = device if bound else None
+        size = staticmethod(lambda: 2)
+
+    def split_group(group: Any, ranks: Any, **options: Any) -> Any:
+        calls.append(("split", (group, ranks, options["group_desc"])))
+        return real([0, 1])
+
+    def new_group(ranks: Any, **options: Any) -> Any:
+        calls.append(("new", (ranks, options)))
+        return real([0, 1])
+
+    axis: Any = Axis()
+    patch = mock.patch.multiple
+    with (
+        patch(process_groups.dist, split_group=split_group, new_group=new_group),
+        patch(process_groups.dist, get_process_group_ranks=lambda _: [0, 1]),
+        patch(
+            process_groups,
+            agreement_of=lambda _: None,
+            share_agreement=lambda *_: None,
+            process_group_timeout=lambda _: timedelta(seconds=60),
+            connect=lambda groups, on: calls.append(("connect", (list(groups), on))),
+        ),
+    ):
+        process_groups._new_group(axis, "nccl", REDUCE_INNER, "dp")
+    if bound:
+        split = (axis, [[0, 1]], "compile_fsdp reduce_inner dp")
+        assert calls == [("connect", ([axis], device)), ("split", split)]
+    else:
+        ((kind, (ranks, options)),) = calls
+        assert (kind, ranks) == ("new", [0, 1])
+        assert options == {
+            "timeout": timedelta(seconds=60),
+            "backend": "nccl",
+            "use_local_synchronization": True,
+            "group_desc": "compile_fsdp reduce_inner dp",
+        }
