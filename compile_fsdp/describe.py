@@ -172,6 +172,8 @@ def graph_explanation(
         before=rewritten.before,
         after=rewritten.after,
         communication=rewritten.communication,
+        arena_bytes=schedule.arena.size if schedule.arena else None,
+        arena_bound=schedule.arena.bound if schedule.arena else None,
     )
 
 

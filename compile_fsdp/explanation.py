@@ -221,6 +221,9 @@ class GraphExplanation:
         node_count: nodes of the graph before the rewrite.
         before, after: the whole graph, see `compile_fsdp.passes.listing`.
         communication: the rewritten graph, with communication and its neighbours only.
+        arena_bytes: size of the arena that gathered parameters have their places in; None: there is
+            none (option ``arena``).
+        arena_bound: the bytes in it that are live at once, which no arena can do without.
     """
 
     number: int
@@ -242,6 +245,8 @@ class GraphExplanation:
     before: str
     after: str
     communication: str
+    arena_bytes: int | None = None
+    arena_bound: int | None = None
 
     @property
     def name(self) -> str:

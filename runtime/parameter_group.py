@@ -234,8 +234,9 @@ class FsdpParameterGroup(GroupUnsharding):
         numel = self.main_weight.local_numel(placements)
         owner = f"{owner} {self.label}"
         if memory is None:
-            memory = Memory()
-        local = memory.empty(numel, dtype, self.device, owner=owner)
+            local = Memory().raw(numel, dtype, self.device, None)
+        else:
+            local = memory.empty(numel, dtype, self.device, owner=owner)
         return self.main_weight.like(placements, local)
 
     # Buffers -----------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ The schema, version 1; sizes are bytes, times seconds::
       "activation_checkpointing": bool, "cost_model": str, "optimizer": str, "limit": int or null,
       "samples": int, "unit": str, "groups": [GroupSizes, and "gather_bytes", "reduce_bytes"],
       "kept": [label], "memory": Memory and "total", "communication": [Traffic],
+      "arena": {"size", "bound"} or null,
       "seconds": Seconds and "total", "flops": int, "rate": float, "mfu": float,
       "changes": [{"text", "option", "step", "memory", "fits"}],
       "search": [{"mode", "mesh", "options", "step", "exposed", "peak", "rate", "mfu", "fits"}]
@@ -57,6 +58,7 @@ def as_data(report: Report) -> dict[str, Any]:
         ],
         "kept": list(plan.kept),
         "memory": {**asdict(plan.memory), "total": plan.memory.total},
+        "arena": plan.arena and {"size": plan.arena.size, "bound": plan.arena.bound},
         "communication": [asdict(each) for each in traffic(plan)],
         "seconds": {**asdict(plan.seconds), "total": plan.seconds.total},
         "flops": plan.flops,

@@ -131,6 +131,12 @@ def _memory(report: Report) -> Section:
             f'this budget as an option: {{"memory_budget": {option}}} (the option counts neither '
             "main weights nor optimizer state)"
         )
+    arena = report.prediction.arena
+    if arena is not None:
+        lines.append(
+            f'gathered parameters with {{"arena": true}}: one arena of {format_bytes(arena.size)}, '
+            f"of which {format_bytes(arena.bound)} are live at once"
+        )
     kept = report.prediction.kept
     if kept:
         lines.append(f"kept between forward and backward: {_few(kept)}")

@@ -6,16 +6,18 @@ comparison. The scheduler and the cost model are those that the backend uses.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from compile_fsdp.passes.arena import plan_arena
 from compile_fsdp.passes.costs import CostModel
 from compile_fsdp.passes.estimates import Keeping
 from compile_fsdp.passes.facts import GraphFacts, GroupFacts
 from compile_fsdp.passes.keep import choose
 from compile_fsdp.passes.policy import Policy
 from compile_fsdp.passes.schedule import plan
-from compile_fsdp.passes.steps import Schedule, format_bytes
+from compile_fsdp.passes.steps import ArenaPlan, Schedule, format_bytes
 from compile_fsdp.passes.timeline import timeline
 
 from .capture import Captured
@@ -111,6 +113,16 @@ class Prediction:
         dtypes = [group.dtype for group in self.captured.groups.values()]
         peak = max(self.policy.costs.device.rate(dtype) for dtype in dtypes)
         return self.flops / self.seconds.total / peak if self.seconds.total else 0.0
+
+    @functools.cached_property
+    def arena(self) -> ArenaPlan | None:
+        """The arena that this plan would need with the option ``arena``: the largest of its graphs,
+        which share one. None where nothing is gathered."""
+        groups = self.captured.groups
+        plans = [
+            plan_arena(each.steps, each.facts, groups, each.keeping) for each in self.schedules
+        ]
+        return max((each for each in plans if each.size), key=lambda each: each.size, default=None)
 
     @property
     def kept(self) -> tuple[str, ...]:

@@ -94,6 +94,9 @@ def summary(graph: GraphExplanation) -> Iterator[str]:
         yield f"at most {format_bytes(peak.total)} at a time: {used}"
         budget = "" if graph.budget is None else f", budget {format_bytes(graph.budget)}"
         yield f"beside {format_bytes(graph.state_bytes)} of shards and their gradients{budget}"
+    if graph.arena_bytes is not None:
+        live = format_bytes(graph.arena_bound or 0)
+        yield f"arena of {format_bytes(graph.arena_bytes)}, of which {live} are live at once"
     if graph.time.total:
         yield (
             f"modelled ({graph.time.cost_model}): {_us(graph.time.total)} = "
