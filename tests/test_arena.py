@@ -423,7 +423,8 @@ def test_an_exception_then_a_retry() -> None:
         loss = call(tokens, targets)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(MainGradient, "accumulate", fail)
-            with pytest.raises(KeyError, match="out of luck"):
+            # What runs a graph wraps it in an error of its own.
+            with pytest.raises((KeyError, RuntimeError), match="out of luck"):
                 loss.backward()
         placed.zero_grad()
     found = trained(placed, call)

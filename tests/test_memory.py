@@ -10,11 +10,11 @@ import torch
 
 from compile_fsdp.runtime.arena import Place
 from compile_fsdp.runtime.memory import COMPUTE, Memory, MemoryEvent
-from compile_fsdp.runtime.streams import RecordingLane
+from compile_fsdp.runtime.streams import Lane, make_lane
 
 CPU = torch.device("cpu")
-GATHER = RecordingLane("gather")
-REDUCE = RecordingLane("reduce_inner")
+GATHER = make_lane(CPU, "gather")
+REDUCE = make_lane(CPU, "reduce_inner")
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def watched(memory: Memory) -> list[MemoryEvent]:
     return events
 
 
-def floats(memory: Memory, numel: int, lane: RecordingLane | None = None) -> torch.Tensor:
+def floats(memory: Memory, numel: int, lane: Lane | None = None) -> torch.Tensor:
     return memory.empty(numel, torch.float32, CPU, owner="test", lane=lane)
 
 
