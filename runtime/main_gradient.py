@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -23,9 +24,12 @@ from .dbuffer import DBuffer
 from .gradient_hooks import GradientHooks
 from .host_state import GradientState, Uncapturable
 from .memory import Memory
-from .placement import differing_axes
+from .placement import differing_axes, is_sharded
 from .streams import Event, Lane
 from .torch_internals import copy_each, zero_each
+
+if TYPE_CHECKING:
+    from .parameter import FsdpParameter
 
 
 class MainGradient:
@@ -143,6 +147,12 @@ class MainGradient:
             lane.then(take_in)
         wanted = [i for i in indices if self._parameters[i].requires_grad]
         self._bind(self.buffer, [i for i in wanted if self._parameters[i].grad is None])
+
+    @property
+    def reduced_axis(self) -> int | None:
+        """The one mesh axis that inner reductions go over; None where there are several or none."""
+        axes = [axis for axis, each in enumerate(self.buffer.placements) if is_sharded(each)]
+        return axes[0] if len(axes) == 1 else None
 
     def check_addition(self, index: int) -> None:
         """Whether somebody else may add a finished gradient to the ``.grad`` of a parameter now.
@@ -298,6 +308,16 @@ class MainGradient:
         for index, gradient in zip(indices, buffer.get_dtensors(indices), strict=True):
             self._parameters[index].grad = gradient
             self._bound[index] = gradient
+
+
+def take_gradients(parameters: Sequence[FsdpParameter]) -> dict[int, torch.Tensor]:
+    """The unsharded parameters' ``.grad`` by tensor index; they lose it."""
+    gradients: dict[int, torch.Tensor] = {}
+    for index, parameter in enumerate(parameters):
+        if parameter.unsharded.grad is not None:
+            gradients[index] = parameter.unsharded.grad
+            parameter.unsharded.grad = None
+    return gradients
 
 
 def pack_gradients(

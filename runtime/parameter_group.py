@@ -30,7 +30,7 @@ from .group_arguments import (
 from .group_info import GroupInfo, describe
 from .group_unsharding import GroupUnsharding
 from .layout import make_layout
-from .main_gradient import MainGradient, pack_gradients
+from .main_gradient import MainGradient, pack_gradients, take_gradients
 from .memory import Memory
 from .mixed_precision import MixedPrecisionPolicy
 from .parameter import (
@@ -41,7 +41,7 @@ from .parameter import (
     rebind_sharded,
     sync_model_weights_from_main_weights,
 )
-from .placement import ShardLayout, is_sharded, strictest_shard
+from .placement import ShardLayout, strictest_shard
 from .profiling import profiled
 from .symmetric_memory import allocating_in, staging_pool
 from .torch_internals import in_backward, ranks_of, will_accumulate
@@ -145,8 +145,7 @@ class FsdpParameterGroup(GroupUnsharding):
             owners=self._owners,
             alignment=max(1, ALIGNMENT_BYTES // precision.smallest_itemsize(self.dtype)),
         )
-        process_groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
-        self.staging = staging_pool(use_symmetric_memory, process_groups, self.layout, self.device)
+        self.staging = staging_pool(use_symmetric_memory, mesh, self.layout, self.device)
         self.context.add_staging(self.staging)
         # Nothing updates a frozen weight: its main weight is its model weight.
         frozen = not first.requires_grad
@@ -295,11 +294,7 @@ class FsdpParameterGroup(GroupUnsharding):
     def reduced_axis(self) -> int | None:
         """The mesh axis over which `reduce_inner_gradients` communicates; None where that are
         several or none."""
-        if self._gradient is None:
-            return None
-        placements = self._gradient.buffer.placements
-        axes = [axis for axis, placement in enumerate(placements) if is_sharded(placement)]
-        return axes[0] if len(axes) == 1 else None
+        return None if self._gradient is None else self._gradient.reduced_axis
 
     # Trainable or frozen -----------------------------------------------------------------------
 
@@ -374,18 +369,9 @@ class FsdpParameterGroup(GroupUnsharding):
         The ``.grad`` of every unsharded parameter is None afterwards; parameters that had none
         are zero in ``partial``.
         """
-        gradients = self._take_gradients()
+        gradients = take_gradients(self.parameters)
         pack_gradients(partial, gradients, self.fqns)
         return tuple(gradients)
-
-    def _take_gradients(self) -> dict[int, torch.Tensor]:
-        """The unsharded parameters' ``.grad`` by tensor index; they lose it."""
-        gradients: dict[int, torch.Tensor] = {}
-        for index, parameter in enumerate(self.parameters):
-            if parameter.unsharded.grad is not None:
-                gradients[index] = parameter.unsharded.grad
-                parameter.unsharded.grad = None
-        return gradients
 
     def reduce_gradients(self, gradients: Mapping[int, torch.Tensor] | None = None) -> None:
         """Pack gradients and start their inner reduction.
@@ -396,7 +382,7 @@ class FsdpParameterGroup(GroupUnsharding):
         """
         with torch.inference_mode(False), torch.no_grad():
             if gradients is None:
-                gradients = self._take_gradients()
+                gradients = take_gradients(self.parameters)
             if gradients:
                 partial = self.pack(gradients)
                 if self.context.zeros_missing_gradients:

@@ -15,14 +15,16 @@ its own. The works of one gloo group overlap as they are, so on CPU nothing is m
 lanes are one (``unify_communication_stream=True``).
 
 **Why no two ranks can wait for each other.** Within one communicator NCCL needs the same order on
-every rank. The host starts every collective itself, from one thread, in program order: the eager
-driver's order is that of the modules, a compiled graph's that of the schedule, which is a pure
-function of graph, groups and options. No order depends on when an event is reached or on how large
-a batch is, and a choice that a program makes is compared between ranks before the first collective
-after it starts (`compile_fsdp.runtime.agreement`, one `Agreement` for all groups over the same
-ranks of an axis). Between communicators the same host order is the order of launches. Streams may
-reorder what runs, and NCCL asks that kernels of several communicators fit on a device together, or
-else are launched in one order everywhere: they are.
+every rank. The host starts every collective itself, one at a time and in program order (a backward
+may run on a thread of autograd's, for which its caller waits): the eager driver's order is that of
+the modules, a compiled graph's that of the schedule, which is a pure function of graph, groups and
+options. No order depends on when an event is reached or on how large a batch is, and a choice that
+a program makes is compared between ranks before the first collective after it starts
+(`compile_fsdp.runtime.agreement`, one `Agreement` for all groups over the same ranks of an axis).
+
+Between communicators NCCL asks that their kernels can be on a device at the same time, or else are
+launched in one order on every rank. The host launches them in one order everywhere. What a device
+that is full of other work makes of it has not been tried; one lane for all leaves nothing to ask.
 
 Groups are made while sharding, by their members alone and in the order of the calls, and are found
 again by the process group of the mesh axis: many units, several models and deep copies share them.

@@ -26,12 +26,13 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from .layout import GlobalLayout
 from .process_groups import backend_of, connect
@@ -111,17 +112,17 @@ def explain_unsupported(device: torch.device, group: dist.ProcessGroup) -> str |
 
 def staging_pool(
     choice: bool | str,
-    groups: Iterable[dist.ProcessGroup],
+    mesh: DeviceMesh,
     layout: GlobalLayout,
     device: torch.device,
 ) -> StagingPool | None:
     """Where the staging buffers of a parameter group come from; None: ordinary memory.
 
-    Collective over ``groups``, the first time for each.
+    Collective over each axis of ``mesh``, the first time for each.
 
     Args:
         choice: what the user passed as ``use_symm_mem``.
-        groups: the process groups of the mesh axes.
+        mesh: the data-parallel mesh.
         layout: of the group's buffers.
         device: of the buffers.
 
@@ -131,7 +132,8 @@ def staging_pool(
     if choice is False:
         return None
     reason = _uneven(layout)
-    for group in groups:
+    for axis in range(mesh.ndim):
+        group = mesh.get_group(axis)
         reason = reason or explain_unsupported(device, group) or _try_out(device, group)
     if reason is None:
         if device not in _pools:
