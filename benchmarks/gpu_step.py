@@ -129,8 +129,9 @@ def prepare(
 
 def in_one_line(error: BaseException) -> str:
     """The kind and the first line of what was raised first: compilers wrap it in their own."""
-    while error.__cause__ is not None:
-        error = error.__cause__
+    # Dynamo's errors have the one that they wrap as an attribute and hide it as a cause.
+    while inner := getattr(error, "inner_exception", None) or error.__cause__:
+        error = inner
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
 

@@ -139,4 +139,7 @@ def test_errors_are_told_in_one_line() -> None:
     error = RuntimeError("wrapped")
     error.__cause__ = ValueError("the reason\nand more")
     assert in_one_line(error) == "ValueError: the reason"
+    by_dynamo: Any = RuntimeError("backend failed")
+    by_dynamo.inner_exception = error
+    assert in_one_line(by_dynamo) == "ValueError: the reason"
     assert in_one_line(KeyError()) == "KeyError: no message"

@@ -1,8 +1,12 @@
-"""CUDA graphs: captured steps repeat what calls compute, on new inputs, and do get repeated."""
+"""CUDA graphs: captured steps repeat what calls compute, on new inputs, and do get repeated.
+
+On a CPU a stand-in captures, which remembers operators and runs them again on the same memory.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -12,6 +16,7 @@ from torch import nn
 from compile_fsdp import fully_shard_optimizer, microbatch
 from tests.gpu.loopback import world_of
 from tests.gpu.support import (
+    ON_CUDA,
     ROUNDING,
     SLOW,
     backend,
@@ -21,8 +26,6 @@ from tests.gpu.support import (
     stack,
 )
 from tests.training import adamw
-
-pytestmark = pytest.mark.cuda_only
 
 # Of each kind of call two warm up and the third is captured.
 STEPS = 7
@@ -42,7 +45,7 @@ def run_steps(
     captured: bool = False,
 ) -> Values:
     """Losses of `STEPS` steps on ever new batches, then this rank's weights."""
-    with world_of(ranks) as pace:
+    with world_of(ranks) as pace, capturing() if captured else nullcontext():
         model = shard(stack())
         call = compiled(model)
         optimizer = adamw(model)
@@ -61,6 +64,15 @@ def run_steps(
         if captured:
             assert_replayed(model)
         return found + [each.to_local().detach().clone() for each in model.parameters()]
+
+
+def capturing() -> AbstractContextManager[object]:
+    """A context in which compiled graphs can be captured on `DEVICE`."""
+    if ON_CUDA:
+        return nullcontext()
+    from tests.capturing import captured_on_cpu
+
+    return captured_on_cpu()
 
 
 def assert_replayed(model: nn.Module) -> None:
@@ -109,7 +121,7 @@ def test_a_captured_step_does_not_race() -> None:
     torch.testing.assert_close(found, expected, **ROUNDING)
 
 
-def test_the_mode_is_the_option() -> None:
+def test_the_mode_is_the_option_with_inductor() -> None:
     skip_without_option("cudagraphs")
     expected = run_steps(1, compiling())
 
@@ -120,6 +132,7 @@ def test_the_mode_is_the_option() -> None:
     torch.testing.assert_close(found, expected, **ROUNDING)
 
 
+@pytest.mark.cuda_only
 @pytest.mark.parametrize("ranks", [1, RANKS])
 def test_the_host_never_waits_in_a_replayed_step(ranks: int) -> None:
     skip_without_option("cudagraphs")
