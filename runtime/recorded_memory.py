@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Memory", "Operators", "place"]
 
-# Of these only the shape, dtype and device of the arguments matter ...
+# Of these only the shape, dtype, device and address of the arguments matter ...
 _LIKE = frozenset(
     "empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty "
-    "new_empty_strided new_zeros new_ones new_full".split()
+    "new_empty_strided new_zeros new_ones new_full is_pinned".split()
 )
 # ... and these leave their result as it was.
 _EMPTY = frozenset(

@@ -335,6 +335,16 @@ def _scenarios() -> dict[str, Scenario]:
                      note="not kept"),
             Scenario(driver="aot_eager", what=gradients_kept),
             Scenario(sharding={"unify_communication_stream": True}, note="one lane"),
+            *(
+                Scenario(driver="aot_eager", compiling={"arena": True, **more}, note="arena", **how)
+                for more, how in (
+                    ({"merge_below": "1MiB"}, {"what": microbatches}),
+                    ({}, {"what": evaluating}),
+                    ({}, {"what": interrupted, "model": FragileModel}),
+                    ({}, {"what": microbatches, "placements": "HFSDP", "shape": (2, 2)}),
+                    ({}, {"what": kept_over_microbatches, "placements": "HSDP", "shape": (2, 2)}),
+                )
+            ),
         )
     }  # fmt: skip
 
