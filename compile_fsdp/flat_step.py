@@ -28,7 +28,7 @@ from compile_fsdp.runtime.torch_internals import local_of, spec_of, writes_of
 
 Members = tuple[torch.Tensor, ...]
 
-__all__ = ["FlatStep", "is_elementwise_optimizer"]
+__all__ = ["FlatStep", "is_elementwise_optimizer", "set_gradient"]
 
 # Each element's update follows from its own weight, gradient and state, and from scalars. Not among
 # them: LBFGS, SparseAdam, Adafactor, Muon; and ASGD, which replaces the scalars in its state.
@@ -155,6 +155,7 @@ class _Stretch:
         self._parts: dict[str, Sequence[Any]] = {}
         self._scalars: dict[str, torch.Tensor] = {}
         self._scalar_writes = 0
+        self._originals: list[tuple[torch.Tensor, torch.Tensor | None]] = []
 
     def enter(self, optimizer: torch.optim.Optimizer, *, cast: bool) -> bool:
         """Show ``flat``, gradient and state; False, and nothing is changed, if they do not fit."""
@@ -169,8 +170,9 @@ class _Stretch:
         if not self._is_known(states) and not self._take_over(states):
             return False
         gradient = _joined_memory(gradients)
-        if cast:
+        if cast and gradient.dtype != self.flat.dtype:
             gradient = gradient.to(self.flat.dtype)
+            self._show_gradient(gradient)
         self.flat.grad_dtype = gradient.dtype
         self.flat.grad = gradient
         for member in self._members:
@@ -178,6 +180,12 @@ class _Stretch:
         if self._flat_state:
             optimizer.state[self.flat] = dict(self._flat_state)
         return True
+
+    def _show_gradient(self, gradient: torch.Tensor) -> None:
+        """Let whoever looks at the members' gradients within the step see, and write, this one."""
+        for member, part in zip(self._members, self._cut_tensor(gradient), strict=True):
+            self._originals.append((member, member.grad))
+            set_gradient(member, part)
 
     def _is_known(self, states: Sequence[dict[str, Any]]) -> bool:
         """Whether the members' state is the very parts that the last step left, and nobody wrote
@@ -213,8 +221,11 @@ class _Stretch:
         return True
 
     def leave(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give each member its part of the state."""
+        """Give each member its part of the state, and its gradient back."""
         self.flat.grad = None
+        for member, original in self._originals:
+            set_gradient(member, original)
+        self._originals.clear()
         state = dict(optimizer.state.pop(self.flat, {}))
         for name, value in state.items():
             if value is not self._flat_state.get(name) or name not in self._parts:
@@ -236,11 +247,22 @@ class _Stretch:
         if value.shape != self.flat.shape:
             self._scalars[name] = value.repeat(len(self._members))
             return self._scalars[name].unbind()
+        return self._cut_tensor(value)
+
+    def _cut_tensor(self, value: torch.Tensor) -> list[DTensor]:
         parts = value.split([local.numel() for local in self._locals])
         return [
             _like(member, part.view(local.shape))
             for member, local, part in zip(self._members, self._locals, parts, strict=True)
         ]
+
+
+def set_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    """Bind ``parameter.grad``, which may be of another dtype than before."""
+    parameter.grad = None
+    if gradient is not None:
+        parameter.grad_dtype = gradient.dtype
+        parameter.grad = gradient
 
 
 def _applies_to(settings: Mapping[str, Any]) -> bool:

@@ -15,7 +15,7 @@ from compile_fsdp.runtime.parameter_group import (
 )
 from compile_fsdp.runtime.row_dtensor import cut_tensor_like
 
-from .flat_step import FlatStep, is_elementwise_optimizer
+from .flat_step import FlatStep, is_elementwise_optimizer, set_gradient
 from .local_step import LocalStep
 
 
@@ -157,19 +157,13 @@ class _StepHooks:
             gradient = parameter.grad
             if gradient is not None and gradient.dtype != parameter.dtype:
                 self._original_gradients.append((parameter, gradient))
-                _set_gradient(parameter, gradient.to(parameter.dtype))
+                set_gradient(parameter, gradient.to(parameter.dtype))
 
     def after_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self._leave(optimizer)
         for parameter, gradient in self._original_gradients:
-            _set_gradient(parameter, gradient)
+            set_gradient(parameter, gradient)
         self._original_gradients.clear()
         sync_model_weights_from_main_weights(list(_parameters(optimizer)))
-
-
-def _set_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    parameter.grad = None
-    parameter.grad_dtype = gradient.dtype
-    parameter.grad = gradient
