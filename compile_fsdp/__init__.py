@@ -12,6 +12,7 @@ from .checkpoint_import import import_safetensors
 from .explain import Capture, capture, explain
 from .explanation import Explanation
 from .fully_shard import fully_shard, microbatch, zero_missing_gradients
+from .graphed import GraphRuns, graph_runs, release_graphs
 from .module import FsdpModule, register_forward_method
 from .optimizer import fully_shard_optimizer
 from .runtime.dbuffer import DBuffer
@@ -34,6 +35,7 @@ __all__ = [
     "Explanation",
     "Flat",
     "FsdpModule",
+    "GraphRuns",
     "MixedPrecisionPolicy",
     "PendingSave",
     "Placements",
@@ -46,10 +48,12 @@ __all__ = [
     "export_safetensors",
     "fully_shard",
     "fully_shard_optimizer",
+    "graph_runs",
     "import_safetensors",
     "load_checkpoint",
     "microbatch",
     "register_forward_method",
+    "release_graphs",
     "save_checkpoint",
     "zero_missing_gradients",
 ]

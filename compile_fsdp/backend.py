@@ -10,8 +10,9 @@ from __future__ import annotations
 import copy
 import difflib
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, cast
 
 import torch
@@ -26,6 +27,7 @@ from compile_fsdp.runtime.registry import registry
 
 from .compilation import Compilation, is_watched
 from .context import FsdpContext
+from .graphed import GraphedStep
 from .inspection import check_all_managed
 from .module import written_in_forward
 from .torch_internals import version_of
@@ -42,8 +44,10 @@ class CompileOptions:
             op by op and is bitwise equal to the eager driver.
         verify: prove every rewritten graph right (see ``passes/verify.py``); costs compile time.
         prefetch, memory_budget, activation_bytes, reshard_after_forward, merge_below, arena,
-            equal_shapes, cost_model: what the schedules should be like; see
-            `compile_fsdp.passes.policy.Policy` and `parse_policy` for their values and defaults.
+            equal_shapes, cost_model: what the schedules should be like; see `parse_policy` and
+            `Policy` in ``compile_fsdp.passes.policy`` for their values and defaults.
+        cudagraphs: capture what the graphs do on the device, and repeat it (``graphed.py``);
+            implies ``arena``.
         inductor: extra Inductor config values for this compilation, by name.
     """
 
@@ -57,6 +61,7 @@ class CompileOptions:
     arena: bool = False
     equal_shapes: bool = False
     cost_model: CostModel | str | None = None
+    cudagraphs: bool = False
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -79,7 +84,11 @@ class CompileOptions:
                 )
         parsed = cls(**options)
         parsed._check()
-        return parsed
+        return parsed.with_cudagraphs() if parsed.cudagraphs else parsed
+
+    def with_cudagraphs(self) -> CompileOptions:
+        """These options with CUDA graphs, which need gathered parameters at fixed addresses."""
+        return replace(self, cudagraphs=True, arena=True)
 
     def _check(self) -> None:
         if self.inner not in INNER_COMPILERS:
@@ -87,12 +96,19 @@ class CompileOptions:
                 f"compile_fsdp: option 'inner' must be one of {', '.join(INNER_COMPILERS)}, "
                 f"got {self.inner!r}"
             )
-        if not isinstance(self.verify, bool):
-            raise TypeError(f"compile_fsdp: option 'verify' must be a bool, got {self.verify!r}")
+        for name in ("verify", "cudagraphs"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise TypeError(f"compile_fsdp: option {name!r} must be a bool, got {value!r}")
         if not isinstance(self.inductor, Mapping):
             raise TypeError(
                 "compile_fsdp: option 'inductor' must be a dict of Inductor config values, got "
                 f"{type(self.inductor).__name__}"
+            )
+        if self.cudagraphs and self.inductor.get("triton.cudagraphs"):
+            raise ValueError(
+                "compile_fsdp: option 'cudagraphs' captures whole graphs, communication included; "
+                "leave out Inductor's own 'triton.cudagraphs'"
             )
         self.policy("cpu")
 
@@ -123,7 +139,8 @@ def compile_fsdp(
         gm: the graph Dynamo captured; reads of sharded parameters are marker nodes.
         example_inputs: fake or real inputs, as Dynamo passes them.
         options: see `CompileOptions`.
-        mode: only None and ``"default"``; pass Inductor settings by ``options={"inductor": ...}``.
+        mode: None, ``"default"``, or ``"reduce-overhead"``, which is the option ``cudagraphs``.
+            Inductor settings are passed by ``options={"inductor": ...}``.
 
     Returns:
         A callable with the graph's signature.
@@ -132,10 +149,12 @@ def compile_fsdp(
         ValueError, TypeError: by `CompileOptions.parse`, or for a ``mode``.
     """
     parsed = CompileOptions.parse(options)
-    if mode not in (None, "default"):
+    if mode == "reduce-overhead":
+        parsed = parsed.with_cudagraphs()
+    elif mode not in (None, "default"):
         raise ValueError(
-            f"compile_fsdp: mode={mode!r} is not supported; pass Inductor settings by "
-            'options={"inductor": {...}}'
+            f"compile_fsdp: mode={mode!r} is not supported; pass 'reduce-overhead' for CUDA "
+            'graphs, or Inductor settings by options={"inductor": {...}}'
         )
     return compile_graph(gm, example_inputs, parsed)
 
@@ -166,6 +185,8 @@ def compile_graph(
         "observer": compilation.observe,
         "plan_only": plan_only,
     }
+    if parsed.cudagraphs and groups and not plan_only:
+        seen["captures"] = _graphed_step(groups, compilation.compile_id)
     if compilation.policy.prefetch != 0 and not plan_only:
         for context in dict.fromkeys(group.context for group in whole.values()):
             if isinstance(context, FsdpContext):
@@ -183,10 +204,22 @@ def compile_graph(
     return compilation.announcing(compiled)
 
 
+def _graphed_step(groups: Iterable[str], compile_id: str) -> GraphedStep:
+    """What captures the graphs of one compilation; their model can be asked about it."""
+    live = [cast(FsdpParameterGroup, registry.lookup(name)) for name in groups]
+    step = GraphedStep([group.name for group in live], live[0].device, compile_id)
+    for context in dict.fromkeys(group.context for group in live):
+        if isinstance(context, FsdpContext):
+            context.graphed_steps.append(weakref.ref(step))
+    return step
+
+
 def _inductor_config(options: CompileOptions) -> dict[str, Any]:
     """The user's values. A graph that comes out of a cache is not seen by the passes, so while a
     capture is open there are no caches."""
     patches = dict(options.inductor)
+    if options.cudagraphs:
+        patches["triton.cudagraphs"] = False
     if is_watched():
         patches |= {"fx_graph_cache": False, "fx_graph_remote_cache": False}
     return patches

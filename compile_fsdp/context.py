@@ -8,6 +8,7 @@ modules.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Collection, Hashable
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from compile_fsdp.runtime.parameter_group import FsdpParameterGroup, Phase
 from compile_fsdp.runtime.torch_internals import in_backward
 
 if TYPE_CHECKING:
+    from .graphed import GraphedStep
     from .module import FsdpUnit
 
 
@@ -27,6 +29,7 @@ class FsdpContext(GroupContext):
 
     Attributes:
         root: the root's number in the names of its groups.
+        graphed_steps: what captures the compiled graphs of these units.
     """
 
     is_driven = True
@@ -34,6 +37,7 @@ class FsdpContext(GroupContext):
     def __init__(self, device: torch.device, *, unified: bool = False) -> None:
         super().__init__(device, unified=unified)
         self.root = 0
+        self.graphed_steps: list[weakref.ref[GraphedStep]] = []
         self._forward_order: list[FsdpUnit] = []
         self._next: dict[Phase, dict[FsdpUnit, FsdpUnit]] = {}
         self._orders: dict[Phase, list[FsdpUnit]] = {}

@@ -153,7 +153,7 @@ def microbatch(module: nn.Module, is_last: bool) -> Iterator[None]:
         TypeError: ``module`` is not a module.
         ValueError: no module at or below ``module`` is sharded.
     """
-    contexts = _contexts(module, "microbatch")
+    contexts = contexts_of(module, "microbatch")
     previous = [context.is_last_microbatch for context in contexts]
     for context in contexts:
         context.is_last_microbatch = bool(is_last)
@@ -183,11 +183,11 @@ def zero_missing_gradients(module: nn.Module, enabled: bool = True) -> None:
     Raises:
         ValueError: no module at or below ``module`` is sharded.
     """
-    for context in _contexts(module, "zero_missing_gradients"):
+    for context in contexts_of(module, "zero_missing_gradients"):
         context.zeros_missing_gradients = bool(enabled)
 
 
-def _contexts(module: nn.Module, caller: str) -> list[FsdpContext]:
+def contexts_of(module: nn.Module, caller: str) -> list[FsdpContext]:
     """The contexts at and below ``module``, each once, in order.
 
     Raises:

@@ -10,7 +10,9 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule, Interpreter
 
-from .pipeline import PassOptions, with_graph_of_its_own
+from .capturable import capture_facts
+from .facts import GraphKind
+from .pipeline import Captures, PassOptions, with_graph_of_its_own
 from .torch_internals import (
     boxed,
     custom_graph_pass,
@@ -69,6 +71,26 @@ class PlanOnly:
         if graph is self._graph:
             self._is_planned = True
             raise RuntimeError("the graph is planned, and nobody wants it compiled")
+
+
+class CapturedGraphs:
+    """Inductor's inner compiler, whose graphs are handed over to be captured.
+
+    What it returns has no key of its own, so AOTAutograd's cache does not store it; Inductor's
+    cache, which is below, does.
+    """
+
+    def __init__(self, captures: Captures) -> None:
+        self._captures = captures
+
+    def __call__(self, gm: GraphModule, inputs: Sequence[Any], **settings: Any) -> Any:
+        kind = GraphKind.FORWARD
+        if settings.get("is_backward"):
+            kind = GraphKind.BACKWARD
+        elif settings.get("is_inference"):
+            kind = GraphKind.INFERENCE
+        facts = capture_facts(gm, kind, self._captures.device_type)
+        return boxed(self._captures.take(facts, inductor_inner_compile(gm, inputs, **settings)))
 
 
 class GraphPass(_InferenceAwareGraphPass):  # type: ignore[misc]

@@ -24,6 +24,7 @@ from compile_fsdp.runtime import group_info, ops
 from compile_fsdp.runtime.group_info import GroupInfo
 
 from .artifacts import publish
+from .capturable import CaptureFacts, capture_facts
 from .emit import write_schedule
 from .facts import GraphKind
 from .joint import decide_keeping, keeping_noted
@@ -47,6 +48,16 @@ class Observer(Protocol):
         itself, which the compiler goes on to change: read it now."""
 
 
+class Captures(Protocol):
+    """Captures what graphs do on the device."""
+
+    device_type: str
+    """Of the parameters: what all inputs of a graph must be on."""
+
+    def take(self, facts: CaptureFacts, run: Callable[[list[Any]], Any]) -> Callable[..., Any]:
+        """What to call instead of ``run``, which takes a list that it may clear."""
+
+
 @dataclass(frozen=True)
 class PassOptions:
     """Everything that the passes of one compilation depend on beside the graph.
@@ -58,6 +69,7 @@ class PassOptions:
         observer: told about each rewritten graph.
         whole_model: ``groups`` are all groups of the model: nothing else of it runs between a
             forward and its backward.
+        captures: takes the compiled graphs over, to capture and repeat their runs.
     """
 
     groups: Mapping[str, GroupInfo]
@@ -65,6 +77,7 @@ class PassOptions:
     verify: bool = False
     observer: Observer | None = None
     whole_model: bool = False
+    captures: Captures | None = None
 
     def prepare(self, joint: Graph) -> None:
         """`prepare_joint_graph` with these options."""
@@ -87,7 +100,10 @@ class PassOptions:
             digest.update(path.read_bytes())
         groups = sorted(self.groups.items())
         shared = [group.mergeable for group in group_facts(self.groups).values()]
-        digest.update(repr((self.policy, self.whole_model, groups, shared)).encode())
+        # A graph that is to be captured must come through the compiler: not out of AOTAutograd's
+        # cache, which holds graphs that nobody has taken over.
+        captured = self.captures is not None
+        digest.update(repr((self.policy, self.whole_model, groups, shared, captured)).encode())
         return digest.hexdigest()
 
 
@@ -148,6 +164,7 @@ def compile_with_inductor(
     verify: bool = False,
     observer: Observer | None = None,
     whole_model: bool = False,
+    captures: Captures | None = None,
     config_patches: Mapping[str, Any] | None = None,
     plan_only: bool = False,
 ) -> Callable[..., Any]:
@@ -156,7 +173,7 @@ def compile_with_inductor(
     Args:
         gm: the graph, with parameter markers.
         inputs: fake or real inputs, as Dynamo passes them to a backend.
-        groups, policy, verify, observer, whole_model: see `PassOptions`.
+        groups, policy, verify, observer, whole_model, captures: see `PassOptions`.
         config_patches: Inductor config values for this compilation. Custom passes given here, or
             in Inductor's global config, run before these passes.
         plan_only: stop when the graphs are planned, for people who want to see them. The result
@@ -167,12 +184,14 @@ def compile_with_inductor(
         A callable with the graph's signature.
     """
     from . import lowerings
-    from .inductor import PlanOnly, with_passes
+    from .inductor import CapturedGraphs, PlanOnly, with_passes
 
     lowerings.register()
-    options = PassOptions(groups, policy, verify, observer, whole_model)
+    options = PassOptions(groups, policy, verify, observer, whole_model, captures)
     plan_only_compiler = PlanOnly() if plan_only else None
     patches = with_passes(options, config_patches or {}, plan_only_compiler)
+    if captures is not None and not plan_only:
+        return inductor_compile(gm, inputs, patches, CapturedGraphs(captures))
     return inductor_compile(gm, inputs, patches, plan_only_compiler)
 
 
@@ -185,6 +204,7 @@ def compile_with_aot_eager(
     verify: bool = False,
     observer: Observer | None = None,
     whole_model: bool = False,
+    captures: Captures | None = None,
     plan_only: bool = False,
 ) -> Callable[..., Any]:
     """Compile a Dynamo graph into forward and backward graphs that run op by op.
@@ -196,7 +216,7 @@ def compile_with_aot_eager(
         min_cut_rematerialization_partition,
     )
 
-    options = PassOptions(groups, policy, verify, observer, whole_model)
+    options = PassOptions(groups, policy, verify, observer, whole_model, captures)
 
     def partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         options.prepare(joint.graph)
@@ -204,10 +224,14 @@ def compile_with_aot_eager(
 
     def compiler(kind: GraphKind) -> Callable[[GraphModule, Sequence[Any]], Any]:
         def compile_graph(gm: GraphModule, inputs: Sequence[Any]) -> Any:
-            run = with_graph_of_its_own(gm) if plan_only else gm
+            module = with_graph_of_its_own(gm) if plan_only else gm
+            facts = None
+            if captures is not None:
+                facts = capture_facts(gm, kind, captures.device_type)
             options.rewrite(gm.graph, kind)
-            run.recompile()
-            return boxed(lambda arguments: Interpreter(run).boxed_run(arguments))
+            module.recompile()
+            run = boxed(lambda arguments: Interpreter(module).boxed_run(arguments))
+            return run if captures is None or facts is None else boxed(captures.take(facts, run))
 
         return compile_graph
 

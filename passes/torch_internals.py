@@ -93,6 +93,21 @@ def aot_autograd_compile(
     return compiled
 
 
+def fixed_inputs_and_results() -> tuple[list[int], int]:
+    """Of the forward or inference graph that AOTAutograd compiles now: which inputs stay in one
+    place (parameters and buffers), and how many outputs the program gets to see.
+
+    Only AOTAutograd's own record of the graph says so; Inductor reads it for its CUDA graphs.
+    """
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    if context is None or context.fw_metadata is None:
+        raise AssertionError("AOTAutograd compiles without a tracing context")
+    metadata = context.fw_metadata
+    return list(metadata.static_input_indices), int(metadata.num_forward)
+
+
 def inductor_decompositions() -> Mapping[Any, Callable[..., Any]]:
     """The table by which Inductor has operators written out before its own passes; no public
     name makes it."""

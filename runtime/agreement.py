@@ -30,8 +30,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
@@ -48,7 +47,6 @@ __all__ = [
     "Label",
     "Step",
     "agreement_of",
-    "announced",
     "listed_gradients",
     "share_agreement",
 ]
@@ -69,6 +67,9 @@ _MOST_NAMES = 6
 # A blocked rank looks into the store after these many seconds, at first.
 FIRST_LOOK = 0.25
 _FIRST_POLL = 0.002
+
+
+_END = "the end of a backward"
 
 
 class Label(str):
@@ -120,7 +121,12 @@ class Step(NamedTuple):
     @classmethod
     def end_of_backward(cls, model: str) -> Step:
         """No collective, but the news that no more gradients come."""
-        return cls("the end of a backward", model, 0, None)
+        return cls(_END, model, 0, None)
+
+    @classmethod
+    def of_call(cls, how: str, graph: str) -> Step:
+        """No collective, but the way in which a graph runs, with all its collectives."""
+        return cls(how, graph, 0, None)
 
     @classmethod
     def preparation(cls, what: str, detail: str) -> Step:
@@ -134,7 +140,7 @@ class Step(NamedTuple):
 
     def __str__(self) -> str:
         if self.dtype is None:
-            return f"{self.kind} through {self.subject}"
+            return f"{self.kind} {'through' if self.kind == _END else 'of'} {self.subject}"
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{self.kind} of {self.subject or 'a buffer'} ({self.elements} x {dtype})"
 
@@ -160,23 +166,6 @@ class _Claim:
     def unpack(cls, value: bytes) -> _Claim:
         rank, position, text = value.decode().split("\n", 2)
         return cls(int(rank), int(position), text)
-
-
-# The lists of the `announced` contexts that are open. Not a context variable: backward may run in
-# autograd's own threads, which do not inherit one.
-_open_lists: list[list[tuple[Agreement, Step]]] = []
-
-
-@contextmanager
-def announced() -> Iterator[list[tuple[Agreement, Step]]]:
-    """Collect what this process announces while the context is open: whoever does the same again
-    without asking the host (a captured graph) must announce it again."""
-    steps: list[tuple[Agreement, Step]] = []
-    _open_lists.append(steps)
-    try:
-        yield steps
-    finally:
-        _open_lists[:] = [other for other in _open_lists if other is not steps]
 
 
 _ADVICE = (
@@ -230,8 +219,6 @@ class Agreement:
         Raises:
             CommunicationError: another rank starts something else, or has given up.
         """
-        for steps in _open_lists:
-            steps.append((self, step))
         with self._lock:
             if self._failure:
                 raise CommunicationError(self._failure)
@@ -239,7 +226,7 @@ class Agreement:
             known = self._followed.setdefault(self._context, {})
             if len(known) != 1 or number not in known:
                 # Where no collective follows, nothing else would hold this rank back.
-                self._claim(step, waits=len(known) == 1 or step.dtype is None)
+                self._claim(step, waits=len(known) == 1 or step.kind == _END)
                 known[number] = None
                 if len(self._followed) > _MOST_CONTEXTS:
                     self._followed.clear()

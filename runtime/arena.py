@@ -92,6 +92,11 @@ class Arena:
         return 0 if self._bytes is None else self._bytes.numel()
 
     @property
+    def address(self) -> int:
+        """Of its first byte; 0 while it has none."""
+        return 0 if self._bytes is None else self._bytes.data_ptr()
+
+    @property
     def taken(self) -> tuple[tuple[int, int], ...]:
         """First byte, and the one past the last, of each place that somebody is in."""
         return tuple(sorted((slot.start, slot.stop) for slot in self._taken))

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from .agreement import Step, agreement_of
 from .registry import registry
 from .torch_internals import in_backward
 
@@ -182,10 +183,32 @@ class HostSide:
         for context in self.contexts:
             context.begin_graph()
 
+    def agree(self, how: str, kind: str) -> None:
+        """Tell the other ranks ``how`` this rank runs the graph of this ``kind`` ("forward"), whose
+        collectives come next.
+
+        To NCCL a collective in a CUDA graph and one outside are different things: all ranks must
+        start the same.
+
+        Raises:
+            RuntimeError: another rank does something else.
+        """
+        first = self.groups[0]
+        step = Step.of_call(how, f"the {kind} graph of {first.label!r}, model {first.model}")
+        for group in {id(group.mesh): group for group in self.groups}.values():
+            for axis in range(group.mesh.ndim):
+                agreement = agreement_of(group.mesh.get_group(axis))
+                if agreement is not None:
+                    agreement.announce(step)
+
     def settle(self) -> None:
-        """Compute waits for all lanes, and forgets the events that it could wait for."""
+        """Compute waits for all lanes, and nobody ever for an event of theirs from before."""
         for context in self.contexts:
             context.join_lanes()
+        self.forget_events()
+
+    def forget_events(self) -> None:
+        """Nobody waits any more for what is on the lanes."""
         for group in self.groups:
             group.unsharding.forget_events()
             if group.gradient is not None:
@@ -195,6 +218,11 @@ class HostSide:
         """All lanes go on after what compute has issued so far."""
         for context in self.contexts:
             context.fork_lanes()
+
+    @property
+    def arenas(self) -> tuple[int, ...]:
+        """Where gathered parameters are put: a captured graph knows nothing of another arena."""
+        return tuple(context.memory.arena.address for context in self.contexts)
 
     def state(self) -> HostState:
         """How things are now.

@@ -225,7 +225,8 @@ class MainGradient:
         # Nobody reads an earlier one any more: the event was that of its reader.
         carry = self._static_carry
         if carry is None:
-            carry = memory.empty(kept.numel(), kept.dtype, kept.device, owner="kept gradients")
+            size, device = kept.numel(), kept.device
+            carry = memory.empty(size, kept.dtype, device, owner="kept gradients", lasting=True)
             self._static_carry = carry if memory.is_static else None
         self._carry = carry.copy_(kept)
         self.buffer.local.zero_()

@@ -112,14 +112,19 @@ class Memory:
         *,
         owner: str,
         lane: AllocatingLane | None = None,
+        lasting: bool = False,
     ) -> torch.Tensor:
         """A 1-D tensor of ``numel`` uninitialised elements, the first of its storage.
 
         Args:
             owner: what it is for, for people.
             lane: whose memory it is; None: compute's.
+            lasting: it is needed beyond the graph that runs. Bytes that are handed out again and
+                again are not for that: a captured graph writes into them without asking.
         """
-        pool = (_name_of(lane), dtype, device, numel) if self.is_static and numel else None
+        pool = None
+        if self.is_static and numel and not lasting:
+            pool = (_name_of(lane), dtype, device, numel)
         tensor = None if pool is None else self._take_from(pool, owner)
         if tensor is None:
             tensor = self.raw(numel, dtype, device, lane)

@@ -206,8 +206,14 @@ class FsdpParameterGroup(GroupUnsharding):
             parameter.grad_dtype = precision.main_grads_dtype
 
         def allocate(memory: Memory | None) -> DBuffer:
-            dtype = precision.main_grads_dtype
-            return self._new_buffer(grad_placements, dtype, memory, "main gradients of")
+            # None: it is made once, and is no part of a step.
+            numel, dtype = self.main_weight.local_numel(grad_placements), precision.main_grads_dtype
+            if memory is None:
+                local = Memory().raw(numel, dtype, self.device, None)
+            else:
+                owner = f"main gradients of {self.label}"
+                local = memory.empty(numel, dtype, self.device, owner=owner, lasting=True)
+            return self.main_weight.like(grad_placements, local)
 
         gradient = MainGradient(allocate, main_placements, sharded, self.fqns)
         gradient.hooks.guard(self._before_foreign_addition())
@@ -225,18 +231,6 @@ class FsdpParameterGroup(GroupUnsharding):
                 group._gradient.check_addition(index)
 
         return prepare
-
-    def _new_buffer(
-        self, placements: Sequence[Placement], dtype: torch.dtype, memory: Memory | None, owner: str
-    ) -> DBuffer:
-        """A buffer with bytes from ``memory``; None: it is made once, and is no part of a step."""
-        numel = self.main_weight.local_numel(placements)
-        owner = f"{owner} {self.label}"
-        if memory is None:
-            local = Memory().raw(numel, dtype, self.device, None)
-        else:
-            local = memory.empty(numel, dtype, self.device, owner=owner)
-        return self.main_weight.like(placements, local)
 
     # Buffers -----------------------------------------------------------------------------------
 
@@ -354,8 +348,10 @@ class FsdpParameterGroup(GroupUnsharding):
         """An uninitialised full gradient buffer, ``Partial("avg")`` on every axis, in
         ``grad_comm_dtype``, with the group's layout."""
         placements = [Partial("avg")] * self.mesh.ndim
+        numel, owner = self.main_weight.local_numel(placements), f"gradients of {self.label}"
         memory = self.context.memory
-        return self._new_buffer(placements, self.grad_comm_dtype, memory, "gradients of")
+        local = memory.empty(numel, self.grad_comm_dtype, self.device, owner=owner)
+        return self.main_weight.like(placements, local)
 
     def pack(self, gradients: Mapping[int, torch.Tensor]) -> DBuffer:
         """A partial gradient buffer with these full gradients, by tensor index, and zeros."""

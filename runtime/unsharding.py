@@ -99,7 +99,7 @@ class Unsharding:
             if each.ready is not None:
                 # A gather that nobody waited for may still be sending what is written now.
                 each.ready.wait()
-            each.outdated = True
+            each.outdated = self.weights.gathers
         with torch.inference_mode(False), torch.no_grad():
             self.weights.follow_main()
         self.maybe_stepped = False
@@ -272,7 +272,9 @@ class Unsharding:
             own=self.own.state(),
             placed=None if self.placed is None else self.placed.state(),
             always_refreshes=self.always_refreshes,
-            refreshes=self.maybe_stepped or writes_of(self.sharded) != self._synced_writes,
+            # A sync that would find nothing to do is none.
+            refreshes=(self.maybe_stepped or writes_of(self.sharded) != self._synced_writes)
+            and (self.weights.follows or (self.weights.gathers and self.is_unsharded)),
             redistributes=self.weights.redistribution_due,
         )
 

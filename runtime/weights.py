@@ -113,6 +113,12 @@ class GroupWeights:
             self.post_optimizer.local.copy_(self.main.local)
         self.redistribution_due = self.post_optimizer.placements != self.model.placements
 
+    @property
+    def follows(self) -> bool:
+        """Whether `follow_main` has anything to do."""
+        copies = self.main is not self.model and self.main is not self.post_optimizer
+        return copies or self.post_optimizer.placements != self.model.placements
+
     def redistribute(self, lane: Lane, label: str) -> bool:
         """Bring a stale model weight up to date on ``lane``; False if it was not stale."""
         if not self.redistribution_due:

@@ -30,9 +30,9 @@ SLOW_FILES = frozenset(
     f"test_{name}"
     for name in (
         "agreement artifacts checkpoint_async checkpoint_crash checkpoint_matrix command_line "
-        "copies dtensor_truth explain_page field_cases hooks_and_penalties keep local_optimizers "
-        "merging mishaps optimizers peft pieces plan_truth safetensors state_dict_functions "
-        "unfreezing verify_mutations written_by_hand"
+        "copies dtensor_truth explain_page field_cases graphed_more hooks_and_penalties keep "
+        "local_optimizers merging mishaps optimizers peft pieces plan_truth safetensors "
+        "state_dict_functions unfreezing verify_mutations written_by_hand"
     ).split()
 )
 """Long, and about one corner each: `make test` leaves them out, `make test-slow` and CI do not."""
