@@ -6,13 +6,13 @@ every run: the size that a rank happened to see first is nobody else's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy
-from torch.utils.flop_counter import flop_registry
 
 from .aliases import is_view_of
 from .facts import NodeFacts
@@ -145,12 +145,20 @@ def _values(node: Node) -> Iterator[torch.Tensor]:
         yield value
 
 
+@functools.cache
+def _flop_formulas() -> Mapping[Any, Callable[..., int]]:
+    """torch's table, by operator. Imported when needed: from torch 2.14 on it imports Triton."""
+    from torch.utils.flop_counter import flop_registry
+
+    return flop_registry
+
+
 def _flops(node: Node) -> int:
     packet = getattr(node.target, "overloadpacket", None)
     if node.op != "call_function" or packet is None:
         return 0
     alias = _SAME_FORMULA.get(str(packet))
-    formula: Any = flop_registry.get(getattr(torch.ops.aten, alias) if alias else packet)
+    formula = _flop_formulas().get(getattr(torch.ops.aten, alias) if alias else packet)
     if formula is None:
         return 0
     args = torch.fx.node.map_arg(node.args, _argument)
