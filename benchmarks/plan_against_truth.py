@@ -8,8 +8,7 @@ within 5 %. Exit status 1 where they are not.
 
 Live bytes are counted from the allocator's own records. Gloo has no reduce-scatter, so the runtime
 makes one of an all-to-all, whose receiving buffer no plan for a real cluster has. Here the plan is
-given one, as large as the packed gradients that are being reduced, and one for the result, before
-it is added to the gradients. The step starts without gradients (`zero_grad`): their memory, which
+given one, as large as the packed gradients that are being reduced. The step starts without gradients (`zero_grad`): their memory, which
 plans count as always there, is counted as it comes.
 """
 
@@ -98,12 +97,12 @@ def planned(name: str, shape: Shape) -> tuple[Outcome, Prediction]:
 
 def peak_on_gloo(schedule: Schedule, sizes: Mapping[str, GroupSizes]) -> int:
     """The peak of a graph that starts without gradients: those of a group come with its reduction,
-    which has a receiving buffer and a result until the next one has its own."""
+    which has a receiving buffer until the next one has its own."""
     reductions = [step for step in schedule.steps if isinstance(step, ReduceInner)]
     size = len(schedule.facts.names)
     ends = [*(step.anchor + 1 for step in reductions[1:]), size]
     more = [
-        (step.anchor, end, schedule.groups[step.group].reduce_bytes + sizes[step.group].gradients)
+        (step.anchor, end, schedule.groups[step.group].reduce_bytes)
         for step, end in zip(reductions, ends, strict=False)
     ]
     more += [(step.anchor, size, sizes[step.group].gradients) for step in reductions]
