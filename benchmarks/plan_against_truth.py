@@ -8,8 +8,8 @@ within 5 %. Exit status 1 where they are not.
 
 Live bytes are counted from the allocator's own records. Gloo has no reduce-scatter, so the runtime
 makes one of an all-to-all, whose receiving buffer no plan for a real cluster has. Here the plan is
-given one, as large as the packed gradients that are being reduced. The step starts without gradients (`zero_grad`): their memory, which
-plans count as always there, is counted as it comes.
+given one, as large as the packed gradients that are being reduced. The step starts without
+gradients (`zero_grad`): their memory, which plans count as always there, is counted as it comes.
 """
 
 from __future__ import annotations
