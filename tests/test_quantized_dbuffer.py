@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from compile_fsdp.runtime.placement import (
     differing_axes,
 )
 from compile_fsdp.runtime.quantized_dbuffer import QuantizedDBuffer, quantized_layout
-from compile_fsdp.runtime.streams import RecordingLane, make_lane
+from compile_fsdp.runtime.streams import make_lane
 from tests.distributed import distributed, run
 
 R, S, A = Replicate(), Shard(0), Partial("avg")
@@ -252,10 +253,18 @@ def test_planes_of_one_lane_are_in_flight_together() -> None:
     layout = quantized_layout(SHAPES, 2)
     main = DBuffer.distribute_tensors(matrices(), mesh, [S], layout=layout)
     source = QuantizedDBuffer(mesh, [S], SHAPES, layout=layout).quantize_(main)
-    lane = RecordingLane("gather")
-    source.redistribute([R], lane=lane, depends=True, **BOTH)
-    issued = [detail for _, what, detail in lane.records if what == "issue"]
-    assert issued == ["depends", "", "", ""]
+    lane = make_lane(torch.device("cpu"), "gather")
+    collective, issued = lane.collective, []
+
+    def observed(start: Callable[[], Any], *, depends: bool, **others: Any) -> None:
+        issued.append(depends)
+        collective(start, depends=depends, **others)
+
+    lane.collective = observed
+    moved = source.redistribute([R], lane=lane, depends=True, **BOTH)
+    lane.synchronize()
+    assert issued == [True, False, False, False]
+    check_rows(moved, matrices(), False)
 
 
 def quantised_shard(
