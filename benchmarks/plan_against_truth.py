@@ -18,7 +18,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import socket
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -45,7 +44,9 @@ from compile_fsdp.planning.world import parse_mesh
 from compile_fsdp.runtime import collectives
 from compile_fsdp.runtime.ops import recorded_steps
 
-from .workloads import SHAPES, Shape, Transformer
+from .ranks import free_port
+from .results import Part, Settings, progress
+from .workloads import SHAPES, Shape, Transformer, shape_of
 
 RANKS = 2
 TOLERANCE = 0.05
@@ -176,22 +177,21 @@ def differences(plan: Outcome, run: Outcome) -> list[str]:
     return found
 
 
-def _rank(rank: int, port: int, name: str, folder: str) -> None:
+def _rank(rank: int, port: int, name: str, shape: Shape, folder: str) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)
-    outcome = truth(name, SHAPES[name])
+    outcome = truth(name, shape)
     Path(folder, f"{rank}.json").write_text(json.dumps(asdict(outcome)), encoding="utf-8")
     dist.destroy_process_group()
 
 
-def _run(name: str) -> Outcome:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def _run(name: str, shape: Shape) -> Outcome:
+    port = free_port()
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        processes = [context.Process(target=_rank, args=(n, port, name, folder)) for n in range(2)]
+        ranks = [(number, port, name, shape, folder) for number in range(RANKS)]
+        processes = [context.Process(target=_rank, args=each) for each in ranks]
         for process in processes:
             process.start()
         for process in processes:
@@ -201,6 +201,30 @@ def _run(name: str) -> Outcome:
     return Outcome(order=order, **data)
 
 
+def compare(name: str, shape: Shape) -> tuple[Outcome, Outcome, str]:
+    """What is planned, what two ranks do, and both in one line."""
+    plan, _ = planned(name, shape)
+    run = _run(name, shape)
+    line = (
+        f"{name}: {len(run.order)} steps, {format_bytes(sum(run.bytes.values()))} moved, peak "
+        f"{format_bytes(run.peak)}, planned {format_bytes(plan.peak)} "
+        f"({plan.peak / run.peak - 1:+.1%}): {'; '.join(differences(plan, run)) or 'as planned'}"
+    )
+    return plan, run, line
+
+
+def run(settings: Settings) -> Part:
+    """As a part of ``python -m benchmarks``."""
+    part = Part()
+    for name in settings.workloads:
+        progress(f"plan against truth, {name}")
+        plan, found, line = compare(name, shape_of(name, settings))
+        part.measured[f"plan {name}"] = abs(plan.peak / found.peak - 1)
+        part.text.append(line)
+        part.data[name] = {"planned": asdict(plan), "run": asdict(found)}
+    return part
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", choices=tuple(SHAPES), action="append")
@@ -208,16 +232,10 @@ def main() -> int:
     given = parser.parse_args()
     rows = {}
     for name in given.only or SHAPES:
-        plan, _ = planned(name, SHAPES[name])
-        run = _run(name)
-        wrong = differences(plan, run)
-        print(
-            f"{name}: {len(run.order)} steps, {format_bytes(sum(run.bytes.values()))} moved, peak "
-            f"{format_bytes(run.peak)}, planned {format_bytes(plan.peak)} "
-            f"({plan.peak / run.peak - 1:+.1%}): {'; '.join(wrong) or 'as planned'}",
-            flush=True,
-        )
-        rows[name] = {"planned": asdict(plan), "run": asdict(run), "differences": wrong}
+        plan, found, line = compare(name, SHAPES[name])
+        print(line, flush=True)
+        wrong = differences(plan, found)
+        rows[name] = {"planned": asdict(plan), "run": asdict(found), "differences": wrong}
     if given.json:
         Path(given.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     return 1 if any(row["differences"] for row in rows.values()) else 0

@@ -20,7 +20,7 @@ from .contenders import CONTENDERS, FSDP2
 from .ranks import Ranks, RanksFailed, World
 from .results import Bars, Missing, Part, Settings, progress, ratio, table
 from .stepping import StepTime
-from .workloads import SHAPES, Shape
+from .workloads import Shape, shape_of
 
 STEPPING = "benchmarks.stepping"
 COMM = "bare collectives"
@@ -112,9 +112,7 @@ def run(settings: Settings) -> Part:
     part = Part()
     medians: dict[str, dict[str, float]] = {}
     for name in settings.workloads:
-        shape = SHAPES[name]
-        if settings.quick:
-            shape = Shape(shape.width // 2, 2, shape.batch, shape.length)
+        shape = shape_of(name, settings)
         progress(f"step time, {name}: {shape}")
         with ExitStack() as stack:
             contenders = Field(_makers(shape), stack)

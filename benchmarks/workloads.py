@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .results import Settings
+
 VOCABULARY = 1024
 
 
@@ -68,6 +70,12 @@ class Transformer(nn.Module):
         for block in self.blocks:
             x = block(x)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+def shape_of(name: str, settings: Settings) -> Shape:
+    """The workload, or what stands for it in a quick run."""
+    shape = SHAPES[name]
+    return Shape(shape.width // 2, 2, shape.batch, shape.length) if settings.quick else shape
 
 
 def seeded_model(shape: Shape) -> Transformer:
