@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: run the parts, one table against the targets, JSON and charts.
+"""``python -m benchmarks``: run the parts, one table against the targets, JSON, charts.
 
 Exit status 1 when something could not run; targets that are missed change nothing.
 """
@@ -29,6 +29,9 @@ PARTS = {
     "simulation": "simulation",
 }
 """Module by part; each has ``run(settings) -> Part``."""
+
+CHARTS = ("step-time", "memory", "host-time", "compile-time", "simulation")
+WRITTEN = ("results.json", "results.md", *(f"{name}.png" for name in CHARTS))
 
 DESCRIPTION = """\
 Measure compile_fsdp beside its peers, in one run, in turns, and compare with the targets.
@@ -93,6 +96,8 @@ def main(arguments: list[str] | None = None) -> int:
     settings = Settings(given.steps or (3 if given.quick else 20), given.quick, given.workloads)
     machine = about()
     given.out.mkdir(parents=True, exist_ok=True)
+    for name in WRITTEN:  # whatever becomes of this run, no number of an older one stays
+        (given.out / name).unlink(missing_ok=True)
     done = {name: attempt(name, settings) for name in given.only}
     rows = [row for row in _verdicts(done) if _asked_for(row[0], settings)]
     notes = [note for part in done.values() for note in part.problems]
@@ -109,6 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
     }
     path = given.out / "results.json"
     path.write_text(json.dumps(report, indent=1, default=str) + "\n", encoding="utf-8")
+    (given.out / "results.md").write_text(_markdown(machine, settings, rows), encoding="utf-8")
     for part in done.values():
         print("\n\n".join(part.text), end="\n\n" if part.text else "")
     print(_heading(machine, settings))
@@ -169,6 +175,15 @@ def _heading(machine: Mapping[str, Any], settings: Settings) -> str:
         f"{machine['cores']} cores, load {machine['load average at the start']:.1f}, "
         f"{settings.steps} counted steps"
     )
+
+
+def _markdown(
+    machine: Mapping[str, Any], settings: Settings, rows: list[tuple[str, str, str, str]]
+) -> str:
+    """The table for a page of the documentation."""
+    lines = ["| what | target | measured | verdict |", "|---|---|---|---|"]
+    lines += [f"| {' | '.join(row)} |" for row in rows]
+    return _heading(machine, settings) + "\n\n" + "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

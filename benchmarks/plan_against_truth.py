@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
 from compile_fsdp.passes.costs import cost_model
@@ -39,29 +39,18 @@ from compile_fsdp.planning.communication import traffic
 from compile_fsdp.planning.predict import Prediction, predict
 from compile_fsdp.planning.sharding import Sharding, shard
 from compile_fsdp.planning.sizes import GroupSizes
-from compile_fsdp.planning.workload import Built, Workload
 from compile_fsdp.planning.world import parse_mesh
 from compile_fsdp.runtime import collectives
 from compile_fsdp.runtime.ops import recorded_steps
 
 from .ranks import free_port
 from .results import Part, Settings, progress
-from .workloads import SHAPES, Shape, Transformer, shape_of
+from .workloads import SHAPES, Shape, shape_of, workload
 
 RANKS = 2
 TOLERANCE = 0.05
 
 Order = list[tuple[str, tuple[str, ...]]]
-
-
-def workload(name: str, shape: Shape) -> Workload:
-    """``shape`` as something to plan."""
-
-    def build(_: DeviceMesh) -> Built:
-        tokens = torch.zeros(shape.batch, shape.length, dtype=torch.long)
-        return Built(Transformer(shape), (tokens, tokens.clone()))
-
-    return Workload(name, build)
 
 
 @dataclass(frozen=True)

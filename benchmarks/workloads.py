@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from compile_fsdp.planning.workload import Built, Workload
 
 from .results import Settings
 
@@ -90,3 +93,13 @@ def batch_of(shape: Shape, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     size = (2, shape.batch, shape.length)
     tokens, targets = torch.randint(VOCABULARY, size, generator=generator)
     return tokens, targets
+
+
+def workload(name: str, shape: Shape) -> Workload:
+    """``shape`` as something to plan."""
+
+    def build(_: DeviceMesh) -> Built:
+        tokens = torch.zeros(shape.batch, shape.length, dtype=torch.long)
+        return Built(Transformer(shape), (tokens, tokens.clone()))
+
+    return Workload(name, build)
