@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compile_fsdp.passes.arena import ALIGNMENT, Block, aligned, assign, kept_offsets, peak
@@ -40,6 +40,7 @@ def assert_apart(found: ArenaPlan, given_blocks: list[Block]) -> None:
                 assert there + other.size <= start or start + block.size <= there
 
 
+@settings(deadline=None)
 @given(blocks())
 def test_no_two_that_are_there_at_once_overlap(given_blocks: list[Block]) -> None:
     found = assign(given_blocks)
@@ -48,6 +49,7 @@ def test_no_two_that_are_there_at_once_overlap(given_blocks: list[Block]) -> Non
     assert assign(given_blocks) == found
 
 
+@settings(deadline=None)
 @given(blocks())
 def test_the_bound_is_what_is_live_at_once(given_blocks: list[Block]) -> None:
     times = range(40)
@@ -55,6 +57,7 @@ def test_the_bound_is_what_is_live_at_once(given_blocks: list[Block]) -> None:
     assert peak(given_blocks) == max(live, default=0)
 
 
+@settings(deadline=None)
 @given(blocks(), st.integers(0, 4))
 def test_others_keep_away_from_given_places(given_blocks: list[Block], fixed_count: int) -> None:
     fixed: dict[str, int] = {}
@@ -67,6 +70,7 @@ def test_others_keep_away_from_given_places(given_blocks: list[Block], fixed_cou
     assert {name: found.offsets[name] for name in fixed} == fixed
 
 
+@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 5000))
 def test_a_chain_of_equal_blocks_needs_no_more_than_the_bound(
     count: int, ahead: int, size: int
@@ -76,6 +80,7 @@ def test_a_chain_of_equal_blocks_needs_no_more_than_the_bound(
     assert found.size == found.bound == min(count, 1 + ahead) * aligned(size)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 9)), max_size=20))
 def test_equal_blocks_in_any_order_need_no_more_than_the_bound(
     lives: list[tuple[int, int]],

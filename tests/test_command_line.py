@@ -11,6 +11,7 @@ import torch
 
 from compile_fsdp import Explanation
 from compile_fsdp.cli.main import main
+from compile_fsdp.passes.steps import format_bytes
 
 TARGETS = """
 import torch
@@ -67,6 +68,9 @@ def test_a_plan_is_printed_and_written(capsys: pytest.CaptureFixture[str]) -> No
     data = json.loads(Path("plan.json").read_text(encoding="utf-8"))
     assert (data["format"], data["mode"]) == ("compile_fsdp.plan", "hsdp")
     memory = data["memory"]
+    arena = data["arena"]
+    assert arena["size"] >= arena["bound"] >= memory["gathered"]
+    assert f'{{"arena": true}}: one arena of {format_bytes(arena["size"])}, of which' in out
     assert memory["total"] == sum(size for name, size in memory.items() if name != "total")
     assert Path("plan.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
 

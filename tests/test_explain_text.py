@@ -200,3 +200,12 @@ def test_nothing_is_said_of_what_is_not_there() -> None:
     assert not empty and HAND_MADE
     with pytest.raises(ValueError, match="no graph 0 in this explanation; graphs: none"):
         empty.graph(0)
+
+
+def test_an_arena_is_shown_with_its_size() -> None:
+    forward, *_ = HAND_MADE.graphs
+    placed = replace(forward, arena_bytes=3072, arena_bound=2048)
+    assert "arena" not in str(replace(HAND_MADE, graphs=(forward,)))
+    shown = replace(HAND_MADE, graphs=(placed,))
+    assert "  arena of 3.0 KiB, of which 2.0 KiB are live at once\n" in str(shown)
+    assert Explanation.from_json(shown.to_json()) == shown

@@ -107,6 +107,18 @@ STATE = {
 }
 
 
+def test_the_arena_by_hand(tiny: Captured) -> None:
+    """The root and two blocks at a time, each at a multiple of 256 bytes; what a plan says is what
+    the passes do."""
+    found = predict(tiny, POLICY).arena
+    sizes = {name: -(-group.gather_bytes // 256) * 256 for name, group in tiny.groups.items()}
+    root, *blocks = sizes.values()
+    assert found is not None and found.size == found.bound == root + 2 * blocks[0]
+    assert found.offsets.keys() == sizes.keys()
+    planned = predict(tiny, dataclasses.replace(POLICY, arena=True)).schedules
+    assert found in [schedule.arena for schedule in planned]
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_state_of_a_rank_by_mode(tiny: Captured, mode: str) -> None:
     """Sharded anew and not traced anew; AdamW, fp32: weight and main weight are one buffer."""
