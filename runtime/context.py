@@ -231,11 +231,11 @@ class GroupContext:
     def _backward_failed(self, _: object) -> None:
         """The engine let go of its callback without calling it: an exception is on its way.
 
-        Who catches it may read gradients, zero them in place and drop them: what is in flight comes
-        first. An error of its own would hide the one that ended the backward.
+        Who catches it may step, and read gradients, zero them in place or drop them: what is in
+        flight comes first. An error of its own would hide the one that ended the backward.
         """
         with suppress(RuntimeError):
-            self.wait_for_reductions()
+            self.join_lanes()
 
     def end_of_backward(self) -> None:
         """Finish gradients: outer reductions on the last microbatch, then wait for all of them.

@@ -80,6 +80,9 @@ class GroupUnsharding(GroupIdentity):
     @profiled("unshard")
     def _unshard(self, phase: Phase | None, place: Place | None) -> Gathered:
         lane = self.context.lanes.gather
+        if not self.context.is_driven:
+            # Nobody says when a graph begins (see `GroupContext.begin_graph`).
+            lane.wait_current()
         return self._unsharding.unshard(lane, phase, label=self.label, place=place)
 
     def prefetch(self, phase: Phase | None = None) -> None:

@@ -72,7 +72,6 @@ class MainGradient:
         self._stale = False
         self._carry: torch.Tensor | None = None
         self._carry_in_use: torch.Tensor | None = None
-        self._outer_event: Event | None = None
 
     def _use(self, buffer: DBuffer) -> None:
         self.buffer = buffer
@@ -185,8 +184,6 @@ class MainGradient:
         if not foreign:
             return
         lane.synchronize()
-        if self._outer_event is not None:
-            self._outer_event.wait()
         if self.buffer is self._unallocated[0]:
             self._use_fresh(lane.memory)
             self._set_apart(foreign)
@@ -218,11 +215,10 @@ class MainGradient:
         """Finished gradients were kept (several backwards, or zeroed in place): they come back
         after the next outer reduction, which must see only what has not been reduced yet. Those
         that the user dropped do not come back."""
-        if self._outer_event is not None:
-            self._outer_event.wait()
         zero_each([self.finished.get_local_tensor(index) for index in dropped])
         kept = self.finished.local
-        # Nobody reads an earlier one any more: the event was that of its reader.
+        # Nobody reads an earlier one any more: every driver waits for an outer reduction before it
+        # hands in more gradients.
         carry = self._static_carry
         if carry is None:
             size, device = kept.numel(), kept.device
@@ -253,7 +249,6 @@ class MainGradient:
                     finished.local.add_(kept)
 
             lane.then(add_back)
-        self._outer_event = lane.record_event()
         self._stale = True
         bound = [i for i, parameter in enumerate(self._parameters) if parameter.grad is not None]
         for index in bound:
@@ -269,7 +264,7 @@ class MainGradient:
 
     def forget_events(self) -> None:
         """Compute has waited for all that this group's reductions have on lanes."""
-        self._outer_event = self._carry_in_use = None
+        self._carry_in_use = None
 
     def host_state(self) -> GradientState:
         """What the next `accumulate` or `finish` decides by.

@@ -120,10 +120,10 @@ class GroupWeights:
         return copies or self.post_optimizer.placements != self.model.placements
 
     def redistribute(self, lane: Lane, label: str) -> bool:
-        """Bring a stale model weight up to date on ``lane``; False if it was not stale."""
+        """Bring a stale model weight up to date on ``lane``, which has waited for who wrote its
+        part; False if it was not stale."""
         if not self.redistribution_due:
             return False
-        lane.wait_current()
         widen(self.post_optimizer, self.model, lane, label=label)
         self.redistribution_due = False
         return True
