@@ -25,13 +25,15 @@ from .torch_internals import OpOverload, TorchDispatchMode, argument_names, writ
 if TYPE_CHECKING:
     from .recording import Recorder
 
-__all__ = ["Memory", "Operators", "place"]
+__all__ = ["HELPERS", "NO_HELPERS", "Memory", "Operators", "place"]
 
-# Of these only the shape, dtype, device and address of the arguments matter ...
+# Of these only the shape, dtype and device of the arguments matter ...
 _LIKE = frozenset(
     "empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty "
-    "new_empty_strided new_zeros new_ones new_full is_pinned".split()
+    "new_empty_strided new_zeros new_ones new_full".split()
 )
+# These ask something about a tensor, not about its values ...
+_QUESTIONS = frozenset("is_pinned _is_pinned is_same_size size stride numel dim".split())
 # ... and these leave their result as it was.
 _EMPTY = frozenset(
     "empty empty_like empty_strided empty_permuted new_empty new_empty_strided".split()
@@ -86,7 +88,11 @@ class Operators(TorchDispatchMode):
         if results and not fresh and not written:
             return  # a view
         name = _name(func)
-        reads = [] if name in _LIKE else [each for tensors in inputs.values() for each in tensors]
+        reads = (
+            []
+            if name in _LIKE | _QUESTIONS
+            else [each for tensors in inputs.values() for each in tensors]
+        )
         writes = [each for key in written for each in inputs.get(key, ())]
         read, changed = memory.spans(reads), memory.spans(writes)
         made = memory.spans(fresh, new=True)
@@ -176,7 +182,7 @@ class Memory:
         self._count += 1
         span = Span(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
         self._blocks[id(storage)] = (self._count, span)
-        self._recorder.note(Allocate(entries, self._count, span, place(_HELPERS), new))
+        self._recorder.note(Allocate(entries, self._count, span, place(HELPERS), new))
 
     def _died(self, key: int) -> None:
         del self._live[key]
@@ -213,10 +219,12 @@ def _name(func: OpOverload) -> str:
 
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = frozenset(("recording.py", "recorded_memory.py", "streams.py"))
-_HELPERS = frozenset(("dbuffer.py", "memory.py"))
+HELPERS = frozenset(("dbuffer.py", "memory.py"))
+"""Files that get memory for others."""
+NO_HELPERS: frozenset[str] = frozenset()
 
 
-def place(helpers: frozenset[str] = frozenset()) -> str:
+def place(helpers: frozenset[str] = NO_HELPERS) -> str:
     """File, line and function of who called, as ``"runtime/weights.py:136 release"``.
 
     Files of torch, of the recording and ``helpers`` of this folder are looked through.

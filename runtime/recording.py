@@ -18,7 +18,7 @@ Inductor wrote are not seen, so record with ``options={"inner": "aot_eager"}``.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -28,14 +28,14 @@ from torch import nn
 
 from .happens_before import Access, Entry, Race, Record, Signal, Wait, races
 from .parameter import get_containing_parameter_group
-from .recorded_memory import Memory, Operators, place
+from .recorded_memory import HELPERS, NO_HELPERS, Memory, Operators, place
 from .streams import Event, Lane, Waitable, lanes_made_by
 
 if TYPE_CHECKING:
     from .context import GroupContext
     from .parameter_group import FsdpParameterGroup
 
-__all__ = ["Recorder", "RecordingLane", "recorded_step"]
+__all__ = ["Recorder", "RecordingLane", "recorded_groups", "recorded_step"]
 
 
 class Recorder:
@@ -162,7 +162,9 @@ class RecordingLane(Lane):
         self._recorder = recorder
 
     def _on(self, how: str) -> _On:
-        return _On(self._recorder, Entry(self.name, how, place()))
+        # Whoever allocates does it by a helper.
+        helpers = HELPERS if how == "allocating" else NO_HELPERS
+        return _On(self._recorder, Entry(self.name, how, place(helpers)))
 
     def collective(
         self,
@@ -225,27 +227,31 @@ def recorded_step(module: nn.Module) -> Iterator[Recorder]:
 
     ``module`` is an FSDP root. Everything runs, with right results, one thing after another.
     """
+
+    def groups() -> Iterable[FsdpParameterGroup]:
+        found = [get_containing_parameter_group(each) for each in module.parameters()]
+        return dict.fromkeys(group for group in found if group is not None)
+
+    with recorded_groups(groups) as recorder:
+        yield recorder
+
+
+@contextmanager
+def recorded_groups(groups: Callable[[], Iterable[FsdpParameterGroup]]) -> Iterator[Recorder]:
+    """As `recorded_step`, for what the parameter groups that ``groups()`` returns do."""
     recorder = Recorder()
-    before = _contexts(module)
+    contexts: dict[GroupContext, None] = {}
     try:
         with lanes_made_by(recorder.make_lane):
-            for context in before:
-                context.renew_lanes()
-            for group in _groups(module):
+            for group in groups():
+                if group.context not in contexts:
+                    group.context.renew_lanes()
+                    contexts[group.context] = None
                 recorder.memory.watch(group.full_local_tensor, group.context.lanes.gather.name)
             with Operators(recorder):
                 yield recorder
     finally:
         recorder.close()
         # The first forward gives the groups their root's context.
-        for context in {**before, **_contexts(module)}:
+        for context in contexts | dict.fromkeys(group.context for group in groups()):
             context.renew_lanes()
-
-
-def _groups(module: nn.Module) -> dict[FsdpParameterGroup, None]:
-    groups = [get_containing_parameter_group(each) for each in module.parameters()]
-    return dict.fromkeys(group for group in groups if group is not None)
-
-
-def _contexts(module: nn.Module) -> dict[GroupContext, None]:
-    return dict.fromkeys(group.context for group in _groups(module))

@@ -6,7 +6,7 @@ import importlib.util
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,8 +31,8 @@ SLOW_FILES = frozenset(
     for name in (
         "agreement artifacts checkpoint_async checkpoint_crash checkpoint_matrix command_line "
         "copies dtensor_truth explain_page field_cases graphed_more hooks_and_penalties keep "
-        "local_optimizers merging mishaps optimizers peft pieces plan_truth safetensors "
-        "state_dict_functions unfreezing verify_mutations written_by_hand"
+        "local_optimizers merging mishaps optimizers peft pieces plan_truth races_everywhere "
+        "safetensors state_dict_functions unfreezing verify_mutations written_by_hand"
     ).split()
 )
 """Long, and about one corner each: `make test` leaves them out, `make test-slow` and CI do not."""
@@ -110,11 +110,28 @@ def mode_report(request: pytest.FixtureRequest) -> ModeReport:
     return request.config.stash.setdefault(_MODE_REPORT, ModeReport())
 
 
+_SUMMARY = pytest.StashKey[dict[str, list[str]]]()
+
+
+@pytest.fixture
+def summary(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """Called with a title and a line, has the line printed under the title after the last test."""
+
+    def add(title: str, line: str) -> None:
+        request.config.stash.setdefault(_SUMMARY, {}).setdefault(title, []).append(line)
+
+    return add
+
+
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
     lines = config.stash.setdefault(_MODE_REPORT, ModeReport()).lines()
     if lines:
         terminalreporter.section("placement modes")
+        for line in lines:
+            terminalreporter.write_line(line)
+    for title, lines in config.stash.setdefault(_SUMMARY, {}).items():
+        terminalreporter.section(title)
         for line in lines:
             terminalreporter.write_line(line)

@@ -7,13 +7,17 @@ function of a `Training`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.utils.checkpoint import checkpoint
 
 from compile_fsdp import (
     MixedPrecisionPolicy,
@@ -21,11 +25,15 @@ from compile_fsdp import (
     microbatch,
     zero_missing_gradients,
 )
+from compile_fsdp.runtime.arena import Place
+from compile_fsdp.runtime.dbuffer import DBuffer
 from compile_fsdp.runtime.happens_before import Record
-from compile_fsdp.runtime.recording import recorded_step
+from compile_fsdp.runtime.parameter_group import FsdpParameterGroup
+from compile_fsdp.runtime.recording import recorded_groups, recorded_step
 from tests.models import LanguageModel, language_batches
 from tests.modes import ONE_AXIS, OTHER_COMBINATIONS, TWO_AXES, Mode, mesh_of, shard_model
 from tests.test_activation_checkpointing import Checkpointed, Reentrant, Selective
+from tests.test_group_contracts import contribute, make_group
 from tests.test_mishaps import FragileModel
 from tests.training import drive, local_batch
 
@@ -35,10 +43,18 @@ class Training:
 
     def __init__(self, scenario: Scenario) -> None:
         self.model = scenario.model()
+        self.call: Callable[..., Any]
         mesh = mesh_of(scenario.shape)
-        placements = scenario.mode.on(mesh, torch.distributed.tensor.Shard(0))
+        placements = scenario.mode.on(mesh, Shard(0))
         shard_model(self.model, placements, mesh, **scenario.sharding)
-        self.call = drive(self.model, scenario.driver, **scenario.compiling)
+        if scenario.driver == "plain aot_eager":
+            # Not the model: the hooks of the root are in the graph, and do nothing.
+            def forward(*batch: torch.Tensor) -> Any:
+                return self.model(*batch)
+
+            self.call = torch.compile(forward, backend="aot_eager")
+        else:
+            self.call = drive(self.model, scenario.driver, **scenario.compiling)
         # Whether foreach operators are used by default depends on the device.
         self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=scenario.foreach)
         if scenario.announced:
@@ -210,6 +226,21 @@ def interrupted(training: Training) -> None:
             training.train(1)
 
 
+def stepping_after_failure(training: Training) -> None:
+    """The gradients of the backward before are used although the next one failed."""
+    block = training.model.blocks[0]
+    for where in ("forward", "backward"):
+        training.backward(0)
+        block.fails_in = where
+        try:
+            training.backward(1)
+        except KeyError:
+            block.fails_in = ""
+        assert not block.fails_in
+        training.step()
+    training.train(2)
+
+
 def interrupted_microbatches(training: Training) -> None:
     """A failed backward's gradients stay, are zeroed in place, and grow."""
     block = training.model.blocks[0]
@@ -226,6 +257,15 @@ def interrupted_microbatches(training: Training) -> None:
     training.train(3)
 
 
+def replacing_within(training: Training) -> None:
+    """Gradients are replaced between two parts of one backward."""
+    for batch in range(2):
+        training.model.between = [training.model.blocks[0].up.weight]
+        training.train(batch)
+        training.model.between = []
+        training.train(batch)
+
+
 def freezing(training: Training) -> None:
     """Parameters are frozen and made trainable again."""
     block = training.model.blocks[0]
@@ -233,6 +273,32 @@ def freezing(training: Training) -> None:
         for parameter in block.parameters():
             parameter.requires_grad_(flag)
         two_steps(training)
+
+
+class Twice(LanguageModel):
+    """Its first block is used twice, each time with a backward of its own, and what happens between
+    the two may do what users do: put another gradient into each parameter of ``between``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.between: list[torch.Tensor] = []
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(self.blocks[0], self.embedding(tokens), use_reentrant=True)
+        x = self.watched(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+    def watched(self, x: torch.Tensor) -> torch.Tensor:
+        def replace(_: torch.Tensor) -> None:
+            for parameter in self.between:
+                if parameter.grad is not None:
+                    parameter.grad = parameter.detach() * 0.1
+
+        x = x * 1.0
+        x.register_hook(replace)
+        return x
 
 
 def modes() -> dict[str, Mode]:
@@ -245,7 +311,8 @@ def modes() -> dict[str, Mode]:
 
 @dataclass(frozen=True)
 class Scenario:
-    """See the module. ``placements`` is a key of `modes`."""
+    """See the module. ``placements`` is a key of `modes`; ``driver`` may be ``"plain aot_eager"``,
+    which is torch's own backend."""
 
     what: Callable[[Training], None] = two_steps
     driver: str = "eager"
@@ -271,92 +338,138 @@ class Scenario:
         return " ".join(word.replace("_", " ") for word in words if word)
 
 
-def _scenarios() -> dict[str, Scenario]:
-    bf16 = {"mixed_precision_policy": MixedPrecisionPolicy(main_grads_dtype=torch.float64)}
-    doubles = {
-        "mixed_precision_policy": MixedPrecisionPolicy(
-            main_params_dtype=torch.float64, main_grads_dtype=torch.float64
-        )
-    }
-    both = [
-        scenario
-        for driver in ("eager", "aot_eager")
-        for scenario in (
-            Scenario(driver=driver, placements="ZeRO-1", what=microbatches),
-            Scenario(driver=driver, placements="ZeRO-2", what=microbatches),
-            Scenario(driver=driver, what=microbatches),
-            Scenario(driver=driver, placements="HSDP", shape=(2, 2), what=microbatches),
-            Scenario(driver=driver, placements="HFSDP", shape=(2, 2), what=microbatches),
-            Scenario(driver=driver, what=interrupted, model=FragileModel),
-            Scenario(driver=driver, what=evaluating),
-            Scenario(driver=driver, sharding=doubles, note="main weights in fp64"),
-            Scenario(driver=driver, model=Checkpointed, note="checkpointed"),
-            Scenario(
-                driver=driver,
-                what=microbatches,
-                placements="HFSDP",
-                shape=(2, 2),
-                sharding={"unify_communication_stream": True},
-                note="one lane",
-            ),
-        )
-    ]
-    return {
-        scenario.name: scenario
-        for scenario in (
-            *both,
-            Scenario(shape=(1,), what=microbatches),
-            Scenario(placements="DDP", what=microbatches),
-            Scenario(placements="ZeRO-3 on two axes", shape=(2, 2)),
-            Scenario(placements="ZeRO-2 on two axes", shape=(2, 2), what=microbatches),
-            Scenario(placements="HFSDP", shape=(2, 1), what=microbatches),
-            Scenario(placements="HFSDP", shape=(2, 2), what=kept_over_microbatches),
-            Scenario(placements="HFSDP", shape=(2, 2), what=interrupted_microbatches,
-                     model=FragileModel),
-            Scenario(placements="HFSDP", shape=(2, 2), what=gradients_replaced),
-            Scenario(placements="ZeRO-1", what=reading),
-            Scenario(placements="ZeRO-1", what=missing),
-            Scenario(what=clipping, foreach=True, note="foreach"),
-            Scenario(what=gradients_kept),
-            Scenario(what=gradients_replaced),
-            Scenario(what=hooked),
-            Scenario(what=penalised),
-            Scenario(what=reading, sharding=bf16, note="gradients in fp64"),
-            Scenario(what=writing, announced=False, note="unannounced"),
-            Scenario(what=missing),
-            Scenario(what=freezing),
-            Scenario(model=Reentrant, note="reentrant"),
-            Scenario(model=Selective, note="selective"),
-            Scenario(driver="aot_eager", compiling={"merge_below": "1MiB"}, note="merged"),
-            Scenario(driver="aot_eager", compiling={"memory_budget": "unlimited"}, note="kept"),
-            Scenario(driver="aot_eager", what=writing, compiling={"memory_budget": "unlimited"},
-                     note="kept"),
-            Scenario(driver="aot_eager", compiling={"reshard_after_forward": True},
-                     note="not kept"),
-            Scenario(driver="aot_eager", what=gradients_kept),
-            Scenario(sharding={"unify_communication_stream": True}, note="one lane"),
-            *(
-                Scenario(driver="aot_eager", compiling={"arena": True, **more}, note="arena", **how)
-                for more, how in (
-                    ({"merge_below": "1MiB"}, {"what": microbatches}),
-                    ({}, {"what": evaluating}),
-                    ({}, {"what": interrupted, "model": FragileModel}),
-                    ({}, {"what": microbatches, "placements": "HFSDP", "shape": (2, 2)}),
-                    ({}, {"what": kept_over_microbatches, "placements": "HSDP", "shape": (2, 2)}),
-                )
-            ),
-        )
-    }  # fmt: skip
+_DOUBLES = {
+    "mixed_precision_policy": MixedPrecisionPolicy(
+        main_params_dtype=torch.float64, main_grads_dtype=torch.float64
+    )
+}
+_FP64 = {"mixed_precision_policy": MixedPrecisionPolicy(main_grads_dtype=torch.float64)}
+_ONE_LANE = {"unify_communication_stream": True}
+_Compiled = functools.partial(Scenario, driver="aot_eager")
 
 
-SCENARIOS = _scenarios()
+def _by_name(*scenarios: Scenario) -> dict[str, Scenario]:
+    return {scenario.name: scenario for scenario in scenarios}
+
+
+# Between them they reach every line of the runtime that asks something of a lane.
+SCENARIOS = _by_name(
+    Scenario(what=microbatches, placements="ZeRO-1"),
+    Scenario(what=microbatches, placements="ZeRO-2"),
+    Scenario(what=microbatches, placements="HSDP", shape=(2, 2)),
+    Scenario(what=microbatches, placements="HFSDP", shape=(2, 2), sharding=_ONE_LANE, note="unify"),
+    Scenario(what=gradients_replaced, placements="HFSDP", shape=(2, 2)),
+    Scenario(what=microbatches, shape=(1,)),
+    Scenario(what=interrupted, model=FragileModel),
+    Scenario(what=stepping_after_failure, model=FragileModel),
+    Scenario(what=evaluating),
+    Scenario(what=clipping, foreach=True, note="foreach"),
+    Scenario(what=gradients_kept),
+    Scenario(what=hooked),
+    Scenario(what=replacing_within, model=Twice),
+    Scenario(what=reading, placements="ZeRO-1"),
+    Scenario(what=writing, announced=False, sharding=_DOUBLES, note="unannounced, weights in fp64"),
+    Scenario(sharding=_DOUBLES, note="weights in fp64"),
+    Scenario(model=Checkpointed, note="checkpointed"),
+    _Compiled(what=microbatches),
+    _Compiled(what=microbatches, placements="HFSDP", shape=(2, 2)),
+    _Compiled(what=interrupted, model=FragileModel),
+    _Compiled(model=Checkpointed, sharding=_ONE_LANE, note="checkpointed, unify"),
+    _Compiled(compiling={"merge_below": "1MiB"}, note="merged"),
+    _Compiled(what=microbatches, compiling={"arena": True}, note="in an arena"),
+    Scenario(driver="plain aot_eager"),
+)
+
+MORE_SCENARIOS = _by_name(
+    Scenario(what=microbatches),
+    Scenario(what=microbatches, placements="HFSDP", shape=(2, 2)),
+    Scenario(what=microbatches, placements="DDP"),
+    Scenario(what=microbatches, placements="ZeRO-2 on two axes", shape=(2, 2)),
+    Scenario(what=microbatches, placements="HFSDP", shape=(2, 1)),
+    Scenario(placements="ZeRO-3 on two axes", shape=(2, 2)),
+    Scenario(what=kept_over_microbatches, placements="HFSDP", shape=(2, 2)),
+    Scenario(what=interrupted_microbatches, placements="HFSDP", shape=(2, 2), model=FragileModel),
+    Scenario(sharding=_ONE_LANE, note="unify"),
+    Scenario(what=missing, placements="ZeRO-1"),
+    Scenario(what=missing),
+    Scenario(what=gradients_replaced),
+    Scenario(what=penalised),
+    Scenario(what=reading, sharding=_FP64, note="gradients in fp64"),
+    Scenario(what=freezing),
+    Scenario(model=Reentrant, note="reentrant"),
+    Scenario(model=Selective, note="selective"),
+    _Compiled(what=microbatches, placements="ZeRO-1"),
+    _Compiled(what=microbatches, placements="ZeRO-2"),
+    _Compiled(what=microbatches, placements="HSDP", shape=(2, 2)),
+    _Compiled(what=microbatches, placements="HFSDP", shape=(2, 2), sharding=_ONE_LANE,
+              note="unify"),
+    _Compiled(what=stepping_after_failure, model=FragileModel),
+    _Compiled(what=evaluating),
+    _Compiled(sharding=_DOUBLES, note="weights in fp64"),
+    _Compiled(compiling={"memory_budget": "unlimited"}, note="kept"),
+    _Compiled(what=writing, compiling={"memory_budget": "unlimited"}, note="kept"),
+    _Compiled(compiling={"reshard_after_forward": True}, note="not kept"),
+    _Compiled(what=gradients_kept),
+    _Compiled(what=interrupted, model=FragileModel, note="in an arena, kept",
+              compiling={"arena": True, "memory_budget": "unlimited"}),
+    _Compiled(what=evaluating, compiling={"arena": True}, note="in an arena"),
+    _Compiled(what=kept_over_microbatches, placements="HSDP", shape=(2, 2), note="in an arena",
+              compiling={"arena": True}),
+    _Compiled(what=microbatches, placements="HFSDP", shape=(2, 2), note="in an arena, merged",
+              compiling={"arena": True, "merge_below": "1MiB"}),
+)  # fmt: skip
 
 
 def log_of(name: str) -> list[Record]:
     """What scenario ``name`` asks of this rank's streams. Every rank of its mesh calls this."""
-    scenario = SCENARIOS[name]
+    scenario = (SCENARIOS | MORE_SCENARIOS)[name]
     training = Training(scenario)
     scenario.what(training)
     with recorded_step(training.model) as recorder:
         scenario.what(training)
     return recorder.log
+
+
+def log_without_driver() -> list[Record]:
+    """What a group asks for that is used by itself, its main weight apart from its model weight,
+    and what buffers ask for that are used by themselves."""
+    doubles = MixedPrecisionPolicy(main_params_dtype=torch.float64)
+    group = make_group(nn.Linear(4, 4), policy=doubles)
+    with recorded_groups(lambda: [group]) as recorder:
+        for _ in range(2):
+            group.unshard_parameters()
+            group.wait_for_unshard()
+            contribute(group, 1.0, 2.0)
+            group.reshard_parameters()
+            for _ in range(2):  # the gather before the second step nobody has waited for
+                with torch.no_grad():
+                    group.main_weight.local.mul_(0.9)
+                group.sync_model_weight_from_main_weight()
+                group.unshard_parameters()
+            group.reshard_parameters()
+            hold_in_two_places(group)
+            redistribute_at_once(group.main_weight)
+    return recorder.log
+
+
+def hold_in_two_places(group: FsdpParameterGroup) -> None:
+    """A graph with an arena holds the full parameters, then one without."""
+    placed = group.acquire(place=Place(0, 4096))
+    group.wait_for_unshard(full=placed)
+    own = group.acquire()
+    placed.sum()
+    group.drop(placed)
+    group.wait_for_unshard(full=own)
+    own.sum()
+    group.drop(own)
+
+
+def redistribute_at_once(shard: DBuffer) -> None:
+    """Without a lane: the results are compute's."""
+    full = shard.redistribute([Replicate()])
+    full.local.mul_(2.0)
+    partial = full.redistribute([Partial("avg")])
+    partial.redistribute([Replicate()]).local.mul_(2.0)
+    partial.local.mul_(0.5)
+    partial.redistribute([Shard(0)], shard)
+    shard.local.mul_(0.5)
