@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import compile_fsdp.graphed as graphed
 from compile_fsdp import RowAtomic, fully_shard_optimizer, graph_runs, microbatch
 from tests.capturing import captured_on_cpu
 from tests.distributed import distributed
 from tests.graphed_training import WARM_UP, Trainer, check_counts, own_batches, run_both
-from tests.models import LanguageModel
+from tests.models import Block, LanguageModel
 from tests.modes import ONE_AXIS, TWO_AXES, Mode, mesh_of
 from tests.training import drive, shard_blocks
 
@@ -113,6 +114,27 @@ def test_backwards_twice_and_for_inputs_only() -> None:
             trainer.step()
 
     check_counts(run_both(Squares(), program)[1:], ("backward", 3, 6, {WARM_UP: 6}))
+
+
+@distributed(2)
+def test_checkpointed_blocks() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Block(), Block()])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return x.square().sum()
+
+    def program(trainer: Trainer) -> None:
+        for _ in range(6):
+            trainer.backward([torch.randn(2, 12)])
+            trainer.step()
+
+    runs = run_both(Checkpointed(), program)
+    check_counts(runs, ("forward", 1, 3, WARM), ("backward", 1, 3, WARM))
 
 
 @distributed(2)
