@@ -82,11 +82,14 @@ def copies_in(work: Callable[[], object]) -> list[Copy]:
         work()
     found = []
     for event in watched.events() or ():
-        if event.name in COPYING or _only_copies(event.name):
-            shapes = list(_shapes(event.input_shapes))
-            if shapes or event.name not in COPYING:
-                elements = max((math.prod(shape) for shape in shapes), default=0)
-                found.append(Copy(event.name, elements, tuple(_around(event))))
+        if not (event.name in COPYING or _only_copies(event.name)):
+            continue
+        shapes = list(_shapes(event.input_shapes))
+        around = tuple(_around(event))
+        is_number = not shapes and event.name in COPYING
+        if not is_number and not any(name in COPYING for name in around):
+            elements = max((math.prod(shape) for shape in shapes), default=0)
+            found.append(Copy(event.name, elements, around))
     return found
 
 

@@ -22,6 +22,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,14 @@ def below_root(name: str) -> str:
 
 def live_bytes(step: Callable[[], object]) -> int:
     """The most bytes that ``step`` has allocated and not freed."""
+    return max(accumulate(memory_changes(step)), default=0)
+
+
+def memory_changes(step: Callable[[], object]) -> list[int]:
+    """Bytes that ``step`` allocates (positive) and frees, in order.
+
+    What was allocated while nobody watched is freed without a word.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         with profile(
@@ -142,11 +151,7 @@ def live_bytes(step: Callable[[], object]) -> int:
     changes = sorted(
         (event["ts"], event["args"]["Bytes"]) for event in events if event["name"] == "[memory]"
     )
-    live = peak = 0
-    for _, change in changes:
-        live += change
-        peak = max(peak, live)
-    return peak
+    return [change for _, change in changes]
 
 
 def differences(plan: Outcome, run: Outcome) -> list[str]:

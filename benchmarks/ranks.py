@@ -173,7 +173,7 @@ def _serve(
         return
     while (asked := pipe.recv()) is not None:
         method, method_arguments = asked
-        _say(pipe, functools.partial(getattr(made[0], method), *method_arguments))
+        _say(pipe, functools.partial(_call, made[0], method, method_arguments))
     dist.destroy_process_group()
 
 
@@ -186,6 +186,10 @@ def _say(pipe: Connection, call: Any) -> bool:
         pipe.send((False, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"))
         return False
     return True
+
+
+def _call(made: Any, method: str, arguments: tuple[Any, ...]) -> Any:
+    return getattr(made, method)(*arguments)
 
 
 def _prepare(world: World, rank: int, port: int) -> None:
