@@ -6,14 +6,11 @@ logic is checked on machines without a GPU.
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -23,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 
 # The callable and not its name: an entry point is known of an installed package only, and these
 # tests run from a plain copy of the sources.
-from compile_fsdp.backend import CompileOptions
 from compile_fsdp.backend import compile_fsdp as backend
 from tests.distributed import forget
 from tests.models import Block, LanguageModel, language_batches
@@ -95,18 +91,6 @@ def drive(model: nn.Module, driver: str, **options: Any) -> Callable[..., Any]:
     options = {"inner": driver, "verify": True, **options}
     compiled: Callable[..., Any] = torch.compile(model, backend=backend, options=options)
     return compiled
-
-
-def skip_without_option(name: str) -> None:
-    """Skip the running test where the backend has no option of this name."""
-    if name not in {field.name for field in dataclasses.fields(CompileOptions)}:
-        pytest.skip(f"this version of compile_fsdp has no option {name!r}")
-
-
-def needs_inductor() -> None:
-    """Skip the running test where Inductor cannot compile for `DEVICE`."""
-    if sys.platform == "win32":
-        pytest.skip("Inductor needs a C++ compiler")
 
 
 def language_model(width: int = 64, blocks: int = 3, **options: Any) -> nn.Module:

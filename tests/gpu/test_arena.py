@@ -13,7 +13,6 @@ from tests.gpu.support import (
     drive,
     floats,
     shard,
-    skip_without_option,
     stack,
 )
 from tests.training import adamw
@@ -24,7 +23,6 @@ from tests.training import adamw
 def test_steps_after_warm_up_allocate_no_buffer(driver: str, ranks: int) -> None:
     """Neither from torch's allocator, by the runtime's own count, nor does that one ask CUDA for
     more; and every gathered buffer is where the plan has put it."""
-    skip_without_option("arena")
     results = []
     for arena in (False, True):
         with world_of(ranks):

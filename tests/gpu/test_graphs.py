@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from compile_fsdp import fully_shard_optimizer, microbatch
+from compile_fsdp import fully_shard_optimizer, graph_runs, microbatch
 from tests.gpu.loopback import world_of
 from tests.gpu.support import (
     ON_CUDA,
@@ -22,7 +22,6 @@ from tests.gpu.support import (
     backend,
     floats,
     shard,
-    skip_without_option,
     stack,
 )
 from tests.training import adamw
@@ -77,8 +76,6 @@ def capturing() -> AbstractContextManager[object]:
 
 def assert_replayed(model: nn.Module) -> None:
     """The forward and the backward graph were captured, and most calls repeated that."""
-    from compile_fsdp import graph_runs
-
     runs = graph_runs(model)
     kinds = {run.graph.split()[-1] for run in runs}
     assert {"forward", "backward"} <= kinds, "; ".join(map(str, runs))
@@ -94,7 +91,6 @@ def compiling(**options: Any) -> Callable[[nn.Module], Any]:
 @pytest.mark.parametrize("ranks", [1, RANKS])
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_replays_compute_what_calls_do(inner: str, ranks: int, to_none: bool) -> None:
-    skip_without_option("cudagraphs")
     expected = run_steps(ranks, compiling(inner=inner), to_none=to_none)
     found = run_steps(
         ranks, compiling(inner=inner, cudagraphs=True), to_none=to_none, captured=True
@@ -105,7 +101,6 @@ def test_replays_compute_what_calls_do(inner: str, ranks: int, to_none: bool) ->
 @pytest.mark.parametrize("ranks", [1, RANKS])
 def test_microbatches_are_captured_by_their_kind(ranks: int) -> None:
     """The first, the middle and the last of a step do different things to gradients."""
-    skip_without_option("cudagraphs")
     options = {"inner": "aot_eager"}
     expected = run_steps(ranks, compiling(**options), microbatches=3)
     found = run_steps(ranks, compiling(**options, cudagraphs=True), microbatches=3, captured=True)
@@ -114,7 +109,6 @@ def test_microbatches_are_captured_by_their_kind(ranks: int) -> None:
 
 def test_a_captured_step_does_not_race() -> None:
     """Each collective idles inside of the capture as well; every branch is joined."""
-    skip_without_option("cudagraphs")
     options = {"inner": "aot_eager"}
     expected = run_steps(RANKS, compiling(**options), synchronous=True)
     found = run_steps(RANKS, compiling(**options, cudagraphs=True), cycles=SLOW, captured=True)
@@ -122,7 +116,6 @@ def test_a_captured_step_does_not_race() -> None:
 
 
 def test_the_mode_is_the_option_with_inductor() -> None:
-    skip_without_option("cudagraphs")
     expected = run_steps(1, compiling())
 
     def compiled(model: nn.Module) -> Any:
@@ -135,7 +128,6 @@ def test_the_mode_is_the_option_with_inductor() -> None:
 @pytest.mark.cuda_only
 @pytest.mark.parametrize("ranks", [1, RANKS])
 def test_the_host_never_waits_in_a_replayed_step(ranks: int) -> None:
-    skip_without_option("cudagraphs")
     with world_of(ranks):
         model = shard(stack())
         call = torch.compile(
