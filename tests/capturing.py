@@ -137,7 +137,9 @@ class StrictLane(_CpuLane):
     def record_event(self) -> Event:
         event = super().record_event()
         assert isinstance(event, _CpuEvent)
-        return _StrictEvent(event, self, self.capturing)
+        # A stream that has not forked records for the world outside.
+        inside = self.capturing is not None and self in self.capturing.forked
+        return _StrictEvent(event, self, self.capturing if inside else None)
 
     def wait_event(self, event: Event) -> None:
         assert isinstance(event, _StrictEvent)
