@@ -67,7 +67,8 @@ class Recorder:
         """
         found = self.races()
         if found:
-            raise RuntimeError("\n".join([f"{len(found)} races:", *map(str, found)]))
+            count = "1 race" if len(found) == 1 else f"{len(found)} races"
+            raise RuntimeError(f"{count}: " + "\n".join(map(str, found)))
 
     # What is recorded --------------------------------------------------------------------------
 
