@@ -401,6 +401,8 @@ def test_a_gradient_that_the_user_kept_is_overwritten_and_one_put_back_is_not() 
     kept = parameter.grad
     once = full(kept)
     sharded.zero_grad()
+    with torch.no_grad():
+        call(*batch)  # notices that nobody has a gradient any more
     parameter.grad = kept
     call(*batch).backward()
     torch.testing.assert_close(full(parameter.grad), 2 * once, rtol=0, atol=0)
