@@ -10,6 +10,7 @@ from tests.gpu.loopback import world_of
 from tests.gpu.support import (
     DEVICE,
     ON_CUDA,
+    ROUNDING,
     drive,
     floats,
     shard,
@@ -46,8 +47,9 @@ def test_steps_after_warm_up_allocate_no_buffer(driver: str, ranks: int) -> None
             assert len(set(counts[4:])) == 1, f"(buffers, segments) after each step: {counts}"
             assert memory.arena.unplanned == 0
             assert memory.arena.size > 0 or ranks == 1, "one rank has nothing to gather"
-    for number, (one, other) in enumerate(zip(*results, strict=True)):
-        assert torch.equal(one, other), f"value {number} of {len(found)} differs"
+    # Two compilations by Inductor may tune a kernel differently; operators are what they are.
+    tolerance = ROUNDING if driver == "inductor" else {"rtol": 0, "atol": 0}
+    torch.testing.assert_close(*results, **tolerance)
 
 
 def _segments() -> int:

@@ -20,7 +20,17 @@ from torch import nn
 from compile_fsdp import Placements, fully_shard_optimizer, microbatch
 from compile_fsdp.runtime.streams import make_lane
 from tests.gpu.loopback import Pace, loopback_world, world_of
-from tests.gpu.support import DEVICE, ON_CUDA, SLOW, drive, floats, mesh_of, shard, stack
+from tests.gpu.support import (
+    DEVICE,
+    ON_CUDA,
+    ROUNDING,
+    SLOW,
+    drive,
+    floats,
+    mesh_of,
+    shard,
+    stack,
+)
 from tests.gpu.traces import Event, beside_compute, trace_of
 from tests.training import adamw
 
@@ -111,8 +121,9 @@ def test_no_schedule_races(options: dict[str, Any]) -> None:
 
 
 def test_inductor_races_no_more() -> None:
+    """Within rounding: each compilation tunes its kernels, and sums in blocks of its own."""
     found = losses_and_weights("zero3", "inductor", pace=SLOW)
-    assert_equal(found, losses_and_weights("zero3", "inductor"))
+    torch.testing.assert_close(found, losses_and_weights("zero3", "inductor"), **ROUNDING)
 
 
 @pytest.mark.cuda_only
