@@ -66,9 +66,10 @@ class Copy:
         for name in self.inside:
             if name.startswith("c10d::"):
                 return "collective"
-            if name.startswith("compile_fsdp.unshard") or "all_gather" in name:
+            called = name.replace("::", ".")  # an operator, or the range of a group
+            if called.startswith("compile_fsdp.unshard") or "all_gather" in name:
                 return "unsharding"
-            if "_foreach_copy_" in name or name.startswith("compile_fsdp.reduce"):
+            if "_foreach_copy_" in name or called.startswith("compile_fsdp.reduce"):
                 return "packing"
         if self.operator in ("aten::_chunk_cat", "fsdp::chunk_cat"):
             return "packing"
