@@ -226,7 +226,7 @@ class Agreement:
             known = self._followed.setdefault(self._context, {})
             if len(known) != 1 or number not in known:
                 # Where no collective follows, nothing else would hold this rank back.
-                self._claim(step, waits=len(known) == 1 or step.kind == _END)
+                self._claim(step, waits=len(known) == 1 or step.dtype is None)
                 known[number] = None
                 if len(self._followed) > _MOST_CONTEXTS:
                     self._followed.clear()

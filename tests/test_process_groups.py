@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import time
 import weakref
 from datetime import timedelta
 from typing import Any
@@ -276,6 +277,7 @@ def test_ranks_that_have_made_other_groups_do_not_wait_for_each_other() -> None:
     """Up to torch 2.13 the name under which members meet has the number of groups in it."""
     mesh = cpu_mesh()
     if dist.get_rank() == 0:
+        time.sleep(0.5)  # the other rank is first, and nothing but its waiting holds it back
         dist.new_group([0], use_local_synchronization=True)
     with pytest.raises(RuntimeError, match=r"differ .*\n.*0: compile_fsdp reduce_inner dp"):
         separate(mesh, ((GATHER, 0), (REDUCE_INNER, 0)), own=True)
