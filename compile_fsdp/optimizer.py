@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -76,6 +78,27 @@ def fully_shard_optimizer(
     optimizer.register_step_post_hook(hooks.after_step)
     optimizer.register_load_state_dict_post_hook(cut_state_like_parameters)
     setattr(optimizer, _HOOKS_ATTRIBUTE, hooks)
+    _restore_when_a_step_raises(optimizer, hooks)
+
+
+def _restore_when_a_step_raises(optimizer: torch.optim.Optimizer, hooks: _StepHooks) -> None:
+    """Undo `_StepHooks.before_step` where no hook would: a step that raises has no hook after it.
+
+    Whoever catches the exception finds parameters, gradients and state as ever. The step of this
+    one optimizer is wrapped, as torch's learning rate schedulers do, which find what they have
+    left there (``wraps`` copies it) and may wrap it again.
+    """
+    step = optimizer.step
+
+    @functools.wraps(step)
+    def restoring(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return step(*args, **kwargs)
+        except BaseException:
+            hooks.restore(self)
+            raise
+
+    setattr(optimizer, "step", types.MethodType(restoring, optimizer))  # noqa: B010
 
 
 _HOOKS_ATTRIBUTE = "_compile_fsdp_hooks"
@@ -137,9 +160,8 @@ class _StepHooks:
                 f"{type(optimizer).__name__}.step(closure) is not supported with sharded "
                 "parameters: run forward and backward first, then call step() without a closure"
             )
-        self._leave(optimizer)  # a step that raised did not
+        self.restore(optimizer)  # whoever called the class' step has not
         self.mark_synced(optimizer)
-        self._original_gradients.clear()
         if self._flat_step is not None:
             self._flat_step.enter(optimizer, cast=not self._precision_aware)
         if not self._precision_aware:
@@ -147,10 +169,14 @@ class _StepHooks:
         if self._local_step is not None:
             self._local_step.enter(optimizer)
 
-    def _leave(self, optimizer: torch.optim.Optimizer) -> None:
+    def restore(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give the optimizer its parameters back, and these their gradients."""
         for inside in (self._local_step, self._flat_step):
             if inside is not None:
                 inside.leave(optimizer)
+        for parameter, gradient in self._original_gradients:
+            set_gradient(parameter, gradient)
+        self._original_gradients.clear()
 
     def _cast_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         for parameter in _parameters(optimizer):
@@ -162,8 +188,5 @@ class _StepHooks:
     def after_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        self._leave(optimizer)
-        for parameter, gradient in self._original_gradients:
-            set_gradient(parameter, gradient)
-        self._original_gradients.clear()
+        self.restore(optimizer)
         sync_model_weights_from_main_weights(list(_parameters(optimizer)))

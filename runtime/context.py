@@ -65,6 +65,7 @@ class GroupContext:
         zeros_missing_gradients: every backward reduces every trainable group, at its end and in one
             order, with zeros for gradients that this rank does not have.
         memory: where the groups' buffers get their bytes while they run.
+        weights_are_new: somebody has written weights, and the gather lane has not waited for that.
         eager_depth: how many hooked forwards of this root are on the Python stack.
     """
 
@@ -77,6 +78,7 @@ class GroupContext:
         self._all_staged = True
         self.is_last_microbatch = True
         self.zeros_missing_gradients = False
+        self.weights_are_new = False
         self.eager_depth = 0
         self._groups: list[weakref.ref[FsdpParameterGroup]] = []
         self._reduced: dict[FsdpParameterGroup, None] = {}
@@ -126,6 +128,7 @@ class GroupContext:
         released: between the graphs of a forward nobody holds anything but eager hooks.
         """
         self.lanes.gather.wait_current()
+        self.weights_are_new = False
         if in_backward():
             self.finish_at_end_of_backward()
         else:

@@ -61,6 +61,7 @@ class GroupUnsharding(GroupIdentity):
         if self.is_kept:
             self.release_unsharded_storage()
         self._unsharding.sync()
+        self.context.weights_are_new = True
 
     # Unshard and reshard -----------------------------------------------------------------------
 
@@ -80,9 +81,11 @@ class GroupUnsharding(GroupIdentity):
     @profiled("unshard")
     def _unshard(self, phase: Phase | None, place: Place | None) -> Gathered:
         lane = self.context.lanes.gather
-        if not self.context.is_driven:
-            # Nobody says when a graph begins (see `GroupContext.begin_graph`).
+        if self.context.weights_are_new or not self.context.is_driven:
+            # Written since the last `GroupContext.begin_graph`, by a step within a forward and its
+            # backward; or nobody says when a graph begins.
             lane.wait_current()
+            self.context.weights_are_new = False
         return self._unsharding.unshard(lane, phase, label=self.label, place=place)
 
     def prefetch(self, phase: Phase | None = None) -> None:

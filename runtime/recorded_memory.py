@@ -20,7 +20,13 @@ import torch
 
 from . import ops
 from .happens_before import Access, Allocate, Entry, Free, Span
-from .torch_internals import OpOverload, TorchDispatchMode, argument_names, written_arguments
+from .torch_internals import (
+    OpOverload,
+    TorchDispatchMode,
+    argument_names,
+    is_fake_tensor_class,
+    written_arguments,
+)
 
 if TYPE_CHECKING:
     from .recording import Recorder
@@ -60,8 +66,10 @@ class Operators(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if any(is_fake_tensor_class(kind) for kind in types):
+            return func(*args, **kwargs)  # somebody asks for shapes: nothing runs
         if any(kind is not torch.Tensor for kind in types):
-            # A DTensor, or a fake one: it calls operators on what it is made of.
+            # A DTensor: it calls operators on what it is made of.
             return NotImplemented
         if func.namespace == ops.NAMESPACE:
             with self:

@@ -154,6 +154,14 @@ class SymmetricMemoryOfTorch:
         self._module.rendezvous(tensor, group.group_name)
 
 
+def is_fake_tensor_class(kind: type) -> bool:
+    """Whether ``kind`` is that of tensors without values, with which DTensor and Dynamo ask for
+    shapes. The class has no public name."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return issubclass(kind, FakeTensor)
+
+
 def is_fake_group(group: dist.ProcessGroup) -> bool:
     """Whether ``group`` communicates with nobody: torch's fake backend, for planning."""
     return dist.get_backend(group) == "fake"

@@ -115,6 +115,15 @@ def gradients_kept(training: Training) -> None:
     training.train(0)
 
 
+def stepping_within(training: Training) -> None:
+    """A step between a forward and its backward, which gathers the weights that it writes."""
+    training.backward(0)
+    for batch in (1, 2):
+        loss = training.call(*training.batches[batch])
+        training.step()
+        loss.backward()
+
+
 def kept_over_microbatches(training: Training) -> None:
     """Finished gradients are set aside when microbatches follow, and come back."""
     for _ in range(2):
@@ -198,6 +207,16 @@ def writing(training: Training) -> None:
                 parameter.mul_(0.99)
         with torch.no_grad():
             training.call(*training.batches[2])
+
+
+def writing_locally(training: Training) -> None:
+    """The user writes this rank's rows between two forwards, which nothing counts."""
+    training.train(0)
+    with torch.no_grad():
+        training.call(*training.batches[2])
+        for parameter in training.model.parameters():
+            parameter.to_local().mul_(0.99)
+    training.train(1)
 
 
 def missing(training: Training) -> None:
@@ -364,6 +383,7 @@ SCENARIOS = _by_name(
     Scenario(what=stepping_after_failure, model=FragileModel),
     Scenario(what=evaluating),
     Scenario(what=clipping, foreach=True, note="foreach"),
+    Scenario(what=stepping_within),
     Scenario(what=gradients_kept),
     Scenario(what=hooked),
     Scenario(what=replacing_within, model=Twice),
@@ -377,7 +397,7 @@ SCENARIOS = _by_name(
     _Compiled(model=Checkpointed, sharding=_ONE_LANE, note="checkpointed, unify"),
     _Compiled(compiling={"merge_below": "1MiB"}, note="merged"),
     _Compiled(what=microbatches, compiling={"arena": True}, note="in an arena"),
-    Scenario(driver="plain aot_eager"),
+    Scenario(what=writing_locally, driver="plain aot_eager"),
 )
 
 MORE_SCENARIOS = _by_name(

@@ -142,6 +142,12 @@ def check_interruptions() -> None:
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
         handle.remove()
+        shown = [each for group in optimizer.param_groups for each in group["params"]]
+        assert {id(each) for each in shown} == {id(each) for each in model.parameters()}
+        assert set(optimizer.state) <= set(model.parameters())
+        optimizer.zero_grad()
+        assert all(each.grad is None for each in model.parameters())
+        model(*batches(1)[0]).backward()
         optimizer.step()
         optimizer.zero_grad()
     assert_same(models, optimizers)

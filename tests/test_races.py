@@ -15,13 +15,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from torch import nn
+from torch.distributed.tensor import Shard
 
 import compile_fsdp.runtime
 from compile_fsdp.runtime.happens_before import Access, Record, races, stream_of
 from compile_fsdp.runtime.recorded_memory import HELPERS
+from compile_fsdp.runtime.recording import recorded_step
 from tests.distributed import run
 from tests.log_mutations import Mutation, mutate, mutations
+from tests.models import LanguageModel, language_batches
+from tests.modes import ONE_AXIS, mesh_of, shard_model
 from tests.recorded_scenarios import SCENARIOS, log_of, log_without_driver
+from tests.training import local_batch
 
 Summary = Callable[[str, str], None]
 
@@ -135,3 +141,20 @@ def _is_of_a_lane(function: ast.expr) -> bool:
         return receiver in ("event", "ready")
     # A pool of symmetric memory has a method of the same name.
     return "lane" in receiver or receiver in ("gather", "reduce_inner", "reduce_outer")
+
+
+def record_a_first_clipping() -> None:
+    model, mesh = LanguageModel(), mesh_of((2,))
+    (mode,) = (each for each in ONE_AXIS if each.name == "ZeRO-3")
+    shard_model(model, mode.on(mesh, Shard(0)), mesh)
+    batch = local_batch(language_batches(1, 4)[0])
+    model(*batch).backward()
+    with recorded_step(model) as recorder:
+        model(*batch).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    recorder.check()
+
+
+def test_dtensor_may_ask_for_shapes_while_it_is_recorded() -> None:
+    """What an operator returns it works out with tensors that have no values, at its first use."""
+    run(2, record_a_first_clipping)
