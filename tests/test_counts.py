@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from benchmarks.copies import copies_in
 from compile_fsdp import Explanation, capture, fully_shard_optimizer
 from compile_fsdp.backend import compile_fsdp
 from compile_fsdp.runtime import collectives
+from compile_fsdp.runtime.memory import Memory
 from compile_fsdp.runtime.ops import recorded_steps
 from tests.distributed import run
 from tests.explaining import batch, fake_world, sharded_language_model
@@ -66,18 +68,29 @@ def steady_step(driver: str) -> Counts:
         passes()
         update()
     memory = model._fsdp_unit.context.memory
-    before = memory.allocations, memory.frees
+    before = settled(memory)
     with recorded_steps() as steps, collectives.recorded() as records:
         passes()
         update()
         # Collectives are finished, and gradients dropped: what was taken has been given back.
-        after = memory.allocations, memory.frees
+        after = settled(memory)
     return Counts(
         dict(Counter(record.kind for record in records)),
         dict(Counter(step.op for step in steps)),
         (after[0] - before[0], after[1] - before[1]),
         dict(Counter(copy.where for copy in copies_in(passes))),
     )
+
+
+def settled(memory: Memory) -> tuple[int, int]:
+    """How often memory was taken and given back, once nothing changes any more: gloo's own threads
+    let go of what they have sent a little after a collective is over."""
+    counts, same = (memory.allocations, memory.frees), 0
+    while same < 20:
+        time.sleep(0.01)
+        now = memory.allocations, memory.frees
+        counts, same = now, same + 1 if now == counts else 0
+    return counts
 
 
 def on_both_ranks(driver: str) -> Counts:
