@@ -393,7 +393,15 @@ def dcp_loaded(folder: Path, mode: str) -> list[Values]:
 @pytest.mark.compat
 @pytest.mark.parametrize("mode", ["zero3", "zero1"])
 def test_dcp_async_save_copies_the_right_rows(mode: str, tmp_path: Path) -> None:
-    """Its stagers copy DTensors to host memory, which must not forget their rows."""
+    """Its stagers copy DTensors to host memory, which must not forget their rows.
+
+    `BlockingAsyncStager` copies no 0-D DTensor, torch's own included: what it saves of one is the
+    value at the time when it is written, and no business of ours.
+    """
     expected = run(3, dcp_save_and_go_on, tmp_path, mode)[0]
-    for values in run(2, dcp_loaded, tmp_path, mode)[1]:
-        assert_equal(values, expected)
+    staged, blocking = run(2, dcp_loaded, tmp_path, mode)[1]
+    assert_equal(staged, expected)
+    with_rows = {name for name, value in expected.items() if value.ndim}
+    assert_equal(
+        {name: blocking[name] for name in with_rows}, {name: expected[name] for name in with_rows}
+    )
