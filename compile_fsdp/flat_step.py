@@ -68,18 +68,22 @@ class FlatStep:
         Args:
             cast: give gradients the dtype of their parameters.
         """
+        # What this step does not use is forgotten: there may be as many stretches as there are sets
+        # of parameters with gradients.
         before, self._known = self._known, {}
+        splits, self._splits = self._splits, {}
         for group in optimizer.param_groups:
             parameters = list(group["params"])
             self._inside.append((group, parameters))
             if _applies_to(group):
-                group["params"] = self._shown(optimizer, parameters, before, cast)
+                group["params"] = self._shown(optimizer, parameters, before, splits, cast)
 
     def _shown(
         self,
         optimizer: torch.optim.Optimizer,
         parameters: list[torch.Tensor],
         before: Mapping[Members, _Stretch],
+        splits: Mapping[Members, list[Members]],
         cast: bool,
     ) -> list[torch.Tensor]:
         """What the optimizer sees instead of ``parameters``: plain tensors, or nothing else than
@@ -96,7 +100,9 @@ class FlatStep:
             return False
 
         for members in _stretches(parameters):
-            for part in self._parts_of(members, optimizer):
+            parts = splits.get(members) or _parts_of(members, optimizer)
+            self._splits[members] = parts
+            for part in parts:
                 if join(part):
                     continue
                 # Its state may have changed: looked at anew next time.
@@ -108,21 +114,6 @@ class FlatStep:
         self._known |= joined
         self._joined += joined.values()
         return [*shown, *(each for each in parameters if not _has_rows(each))]
-
-    def _parts_of(self, members: Members, optimizer: torch.optim.Optimizer) -> list[Members]:
-        """``members``, or runs of them whose state has the same scalars."""
-        if len(members) == 1:
-            return [members]
-        parts = self._splits.get(members)
-        if parts is None:
-            runs: list[list[torch.Tensor]] = []
-            for member in members:
-                if runs and _states_fit(optimizer.state, runs[-1][-1], member):
-                    runs[-1].append(member)
-                else:
-                    runs.append([member])
-            parts = self._splits[members] = [tuple(run) for run in runs]
-        return parts
 
     def leave(self, optimizer: torch.optim.Optimizer) -> None:
         """Give the optimizer its parameters back, with their parts of the state."""
@@ -257,6 +248,17 @@ class _Stretch:
         ]
 
 
+def _parts_of(members: Members, optimizer: torch.optim.Optimizer) -> list[Members]:
+    """``members`` in runs whose states have the same names and scalars."""
+    runs: list[list[torch.Tensor]] = []
+    for member in members:
+        if runs and _states_fit(optimizer.state, runs[-1][-1], member):
+            runs[-1].append(member)
+        else:
+            runs.append([member])
+    return [tuple(run) for run in runs]
+
+
 def set_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
     """Bind ``parameter.grad``, which may be of another dtype than before."""
     parameter.grad = None
@@ -270,7 +272,9 @@ def _applies_to(settings: Mapping[str, Any]) -> bool:
     parameters: Sequence[torch.Tensor] = settings["params"]
     if settings.get("fused") and any(each.device.type == "cpu" for each in parameters):
         return False  # torch's fused kernels for CPUs round otherwise where a tensor ends
-    return all(_has_rows(each) or each.grad is None or not _is_dtensor(each) for each in parameters)
+    return all(
+        _has_rows(each) or each.grad is None or not isinstance(each, DTensor) for each in parameters
+    )
 
 
 def _has_rows(parameter: torch.Tensor) -> bool:
@@ -283,10 +287,6 @@ def _has_rows(parameter: torch.Tensor) -> bool:
         and parameter.placements == gradient.placements
         and local_of(parameter).shape == local_of(gradient).shape
     )
-
-
-def _is_dtensor(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, DTensor)
 
 
 def _stretches(parameters: Sequence[torch.Tensor]) -> Iterator[Members]:

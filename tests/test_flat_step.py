@@ -185,3 +185,25 @@ def check_mixed(main_grads: torch.dtype | None) -> None:
 @pytest.mark.parametrize("main_grads", [None, torch.float32])
 def test_gradients_are_cast(main_grads: torch.dtype | None) -> None:
     run(2, check_mixed, main_grads)
+
+
+def check_growth() -> None:
+    model = shard_as("packed", Odd())
+    optimizer = prepared(model, optim.AdamW)
+    parameters = list(model.parameters())
+    sizes = []
+    for step in range(32):
+        model(*batches(1)[0]).backward()
+        for index, parameter in enumerate(parameters):
+            if (step >> index % 5) & 1:
+                parameter.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+        flat = optimizer._compile_fsdp_hooks._flat_step
+        sizes.append((len(flat._known), len(flat._splits)))
+    # No more than one for each parameter, however many sets of them there were.
+    assert all(known <= len(parameters) and splits <= len(parameters) for known, splits in sizes)
+
+
+def test_stretches_of_other_steps_are_forgotten() -> None:
+    run(2, check_growth)
