@@ -417,3 +417,14 @@ def test_errors_say_what_was_expected() -> None:
         DBuffer(mesh, [R, TensorAtomic()], shapes, torch.float32)
     with pytest.raises(ValueError, match=r"expected Shard\(0\), found S"):
         DBuffer(mesh, [R, Shard(1)], shapes, torch.float32)
+
+
+@distributed(2)
+def test_parts_that_may_cut_rows_are_told_from_those_that_may_not() -> None:
+    """Their placements are equal for DTensor, and one buffer may be asked for both."""
+    mesh = init_device_mesh("cpu", (2,))
+    whole = DBuffer(mesh, [Replicate()], [(4, 3)], torch.float32)
+    flat, rows = whole.view([Flat()]), whole.view([Shard(0)])
+    assert flat.get_local_tensor(0).shape == (6,)
+    assert rows.get_local_tensor(0).shape == (2, 3)
+    assert whole.view([Flat()]).get_local_tensor(0).shape == (6,)
