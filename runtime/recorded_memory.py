@@ -1,7 +1,7 @@
 """What memory operators touch, and when memory comes and goes, for a `Recorder`.
 
 `Operators` is a dispatch mode: it reads in each operator's schema what it writes, and notes the
-addresses of what it is given and of what it returns. `Memory` knows which storages are live. A new
+addresses of what it is given and of what it returns. `Storages` knows which are live. A new
 storage is an allocation on the stream that is current then; it is freed when the last tensor over
 it dies. The storages that the runtime resizes are looked at before anything is recorded.
 """
@@ -31,7 +31,7 @@ from .torch_internals import (
 if TYPE_CHECKING:
     from .recording import Recorder
 
-__all__ = ["HELPERS", "NO_HELPERS", "Memory", "Operators", "place"]
+__all__ = ["HELPERS", "NO_HELPERS", "Operators", "Storages", "place"]
 
 # Of these only the shape, dtype and device of the arguments matter ...
 _LIKE = frozenset(
@@ -110,7 +110,7 @@ class Operators(TorchDispatchMode):
             recorder.note(Access(recorder.entries, str(func), place(), read, changed))
 
 
-class Memory:
+class Storages:
     """The storages that are live, as blocks with numbers."""
 
     def __init__(self, recorder: Recorder) -> None:

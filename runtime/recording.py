@@ -28,7 +28,7 @@ from torch import nn
 
 from .happens_before import Access, Entry, Race, Record, Signal, Wait, races
 from .parameter import get_containing_parameter_group
-from .recorded_memory import HELPERS, NO_HELPERS, Memory, Operators, place
+from .recorded_memory import HELPERS, NO_HELPERS, Operators, Storages, place
 from .streams import Event, Lane, Waitable, lanes_made_by
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.log: list[Record] = []
-        self.memory = Memory(self)
+        self.memory = Storages(self)
         self.is_open = True
         self._names: dict[str, int] = {}
         self._events = 0
