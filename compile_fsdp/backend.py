@@ -23,14 +23,15 @@ from compile_fsdp.passes.policy import Policy, parse_policy
 from compile_fsdp.passes.uses import group_facts
 from compile_fsdp.runtime.group_info import GroupInfo
 from compile_fsdp.runtime.parameter_group import FsdpParameterGroup
+from compile_fsdp.runtime.planes import PlaneUnit
 from compile_fsdp.runtime.registry import registry
 
 from .compilation import Compilation, is_watched
 from .context import FsdpContext
 from .graphed import GraphedStep
 from .inspection import check_all_managed
-from .module import written_in_forward
 from .torch_internals import version_of
+from .unit import written_in_forward
 
 INNER_COMPILERS = ("inductor", "aot_eager")
 
@@ -302,4 +303,10 @@ def groups_in(gm: torch.fx.GraphModule) -> dict[str, GroupInfo]:
                     raise written_in_forward(registry.lookup(name).info.fqns[index][0])
                 if name not in found:
                     found[name] = registry.lookup(name).info
+                    live = registry.lookup(name)
+                    if isinstance(live, PlaneUnit):
+                        # Backward reads the other planes, and reduces the group's gradients.
+                        group = live.group
+                        found.setdefault(group.name, group.info)
+                        found.update({each.name: each.info for each in group.planes})
     return found

@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
 
 from compile_fsdp.runtime.context import GroupContext
+from compile_fsdp.runtime.group_unsharding import GroupUnsharding
 from compile_fsdp.runtime.host_state import Uncapturable
 from compile_fsdp.runtime.parameter_group import FsdpParameterGroup, Phase
 from compile_fsdp.runtime.torch_internals import in_backward
 
 if TYPE_CHECKING:
     from .graphed import GraphedStep
-    from .module import FsdpUnit
+    from .unit import FsdpUnit
 
 
 class FsdpContext(GroupContext):
@@ -42,11 +43,11 @@ class FsdpContext(GroupContext):
         self._next: dict[Phase, dict[FsdpUnit, FsdpUnit]] = {}
         self._orders: dict[Phase, list[FsdpUnit]] = {}
         self._in_graphs: set[str] = set()
-        self._beyond: dict[Phase, dict[FsdpParameterGroup, FsdpUnit]] = {
+        self._beyond: dict[Phase, dict[GroupUnsharding, FsdpUnit]] = {
             Phase.FORWARD: {},
             Phase.BACKWARD: {},
         }
-        self._on_demand: dict[FsdpParameterGroup, None] = {}
+        self._on_demand: dict[GroupUnsharding, None] = {}
 
     def set_orders(self, forward: list[FsdpUnit], backward: list[FsdpUnit]) -> None:
         """Fix the prefetch orders: forward as ``named_modules`` lists the units, backward parent
@@ -63,7 +64,7 @@ class FsdpContext(GroupContext):
         """Whether an eager forward of this root, or any backward, is running."""
         return self.eager_depth > 0 or in_backward()
 
-    def unshard_on_demand(self, group: FsdpParameterGroup) -> None:
+    def unshard_on_demand(self, group: GroupUnsharding) -> None:
         """Unshard a group that no hook has (its owner's ``forward`` was not called), until the
         outermost forward or the backward ends."""
         if group not in self._on_demand:
@@ -99,8 +100,9 @@ class FsdpContext(GroupContext):
         self.eager_depth -= 1
         if self.eager_depth > 0:
             return ()
-        on_demand = tuple(self._on_demand)
-        self._drop_on_demand()
+        # Backward reads other planes than forward.
+        on_demand = tuple(each for each in self._on_demand if isinstance(each, FsdpParameterGroup))
+        self._drop_on_demand(self._on_demand)
         self._drop_unheld(also_kept=False)
         return on_demand
 
@@ -116,7 +118,7 @@ class FsdpContext(GroupContext):
         for unit in self._forward_order:
             if unit.phase is Phase.BACKWARD:
                 self.finish_unit_backward(unit)
-        self._drop_on_demand()
+        self._drop_on_demand(self._on_demand)
         for group in self.groups():
             group.reduce_gradients()
         self._drop_unheld()
@@ -127,6 +129,8 @@ class FsdpContext(GroupContext):
         unit.drop_all()
         unit.move_to(Phase.RESTING)
         for group in unit.groups:
+            # Rowwise planes, for a part of the module that was recomputed by itself.
+            self._drop_on_demand(group.planes)
             group.reduce_gradients()
 
     def prefetch_after(self, unit: FsdpUnit, phase: Phase) -> None:
@@ -144,30 +148,31 @@ class FsdpContext(GroupContext):
         self._in_graphs.update(names)
         for phase, following in self._next.items():
             inside = [
-                (unit, group)
+                (unit, each)
                 for unit in self._orders[phase]
-                for group in unit.groups
-                if group.name in names
+                for each in unit.gathered_for(phase)
+                if each.name in names
             ]
-            for _, group in inside:
-                self._beyond[phase].pop(group, None)
+            for _, each in inside:
+                self._beyond[phase].pop(each, None)
             if inside and inside[-1][0] in following:
-                unit, group = inside[-1]
-                self._beyond[phase][group] = following[unit]
+                unit, each = inside[-1]
+                self._beyond[phase][each] = following[unit]
 
-    def prefetch_beyond_graph(self, group: FsdpParameterGroup) -> None:
+    def prefetch_beyond_graph(self, group: GroupUnsharding) -> None:
         """See `GroupContext.prefetch_beyond_graph`."""
         phase = Phase.BACKWARD if in_backward() else Phase.FORWARD
         following = self._beyond[phase].get(group)
         if following is not None and self._in_graphs.issuperset(
-            [each.name for each in following.groups]
+            [each.name for each in following.gathered_for(phase)]
         ):
             following.prefetch(phase)
 
-    def reached_from(self, group: FsdpParameterGroup) -> tuple[FsdpParameterGroup, ...]:
+    def reached_from(self, group: GroupUnsharding) -> tuple[GroupUnsharding, ...]:
         """See `GroupContext.reached_from`."""
-        following = self._beyond[Phase.BACKWARD if in_backward() else Phase.FORWARD].get(group)
-        return () if following is None else following.groups
+        phase = Phase.BACKWARD if in_backward() else Phase.FORWARD
+        following = self._beyond[phase].get(group)
+        return () if following is None else following.gathered_for(phase)
 
     def host_flags(self) -> Hashable:
         """See `GroupContext.host_flags`."""
@@ -181,8 +186,8 @@ class FsdpContext(GroupContext):
             if group.is_unsharded and not group.is_held and (also_kept or not group.is_kept):
                 group.reshard_parameters()
 
-    def _drop_on_demand(self) -> None:
-        for group in list(self._on_demand):
+    def _drop_on_demand(self, groups: Iterable[GroupUnsharding]) -> None:
+        for group in [each for each in groups if each in self._on_demand]:
             del self._on_demand[group]
             if group.is_readable:
                 group.drop()

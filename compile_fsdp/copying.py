@@ -21,7 +21,8 @@ from compile_fsdp.runtime.parameter_group import FsdpParameterGroup
 
 from .eager import remove_hooks
 from .fully_shard import commit, units_of
-from .module import SLOTS_ATTRIBUTE, UNIT_ATTRIBUTE, FsdpUnit
+from .module import SLOTS_ATTRIBUTE, UNIT_ATTRIBUTE
+from .unit import FsdpUnit
 
 _Module = TypeVar("_Module", bound=nn.Module)
 

@@ -25,7 +25,6 @@ from compile_fsdp.runtime.parameter_group import FsdpParameter, FsdpParameterGro
 from compile_fsdp.runtime.torch_internals import in_backward
 
 from .inspection import check_all_managed, kept_tensors
-from .module import FsdpUnit
 from .torch_internals import (
     flatten,
     inlined_or_skipped,
@@ -33,6 +32,7 @@ from .torch_internals import (
     never_compiled_alone,
     unflatten,
 )
+from .unit import FsdpUnit
 
 
 def install_hooks(module: nn.Module, unit: FsdpUnit) -> None:
@@ -118,6 +118,7 @@ def _enter_forward(
         # about what is needed next.
         unit.move_to(Phase.BACKWARD)
         unit.hold_all()
+        unit.hold_for_recomputation()
         unit.context.finish_at_end_of_backward()
     else:
         outermost = unit.context.eager_depth == 0
@@ -149,6 +150,8 @@ def _leave_forward(module: nn.Module, unit: FsdpUnit, output: Any, compiled: boo
         watched = output if replaced is None else replaced
         kept = [] if compiled else list(kept_tensors(module))
         _watch_outputs(unit, (watched, kept), on_demand, holds_unit=not compiled)
+    if unit.phase is Phase.BACKWARD:
+        unit.drop_for_recomputation()
     unit.check_unwritten()
     return replaced
 
@@ -268,7 +271,8 @@ def _reduce_when_complete(
         if unit is None or group is None:
             return
         unit.context.finish_at_end_of_backward()
-        if group.gathers and not group.is_readable:
+        # Gradients of quantised weights need no weights.
+        if group.gathers and not group.planes and not group.is_readable:
             raise RuntimeError(
                 f"parameter {fqn!r} got a gradient although nothing announced the backward of its "
                 f"FSDP module {unit.fqn or '<root>'!r}, so its weights were not there: what the "

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal, cast
 
 import torch
@@ -36,11 +37,12 @@ from .module import (
     SLOTS_ATTRIBUTE,
     UNIT_ATTRIBUTE,
     FsdpModule,
-    FsdpUnit,
     ParameterSlot,
     swap_class,
 )
+from .quantized import quantization
 from .torch_internals import without_compile_wrapper
+from .unit import FsdpUnit
 
 
 def fully_shard(
@@ -107,7 +109,9 @@ def fully_shard(
     check_backends(mesh, dp_mesh)
     check_devices(owned, mesh)
 
-    partition = _partition(owned)
+    policy = mixed_precision_policy or MixedPrecisionPolicy()
+    quantized = quantization(module, owned, policy)
+    partition = _partition(owned, quantized.parameters)
     of_groups = [_group_placements(placements, members, dp_mesh) for members in partition]
     _make_communicators(dp_mesh, of_groups, unified=unify_communication_stream)
 
@@ -119,13 +123,14 @@ def fully_shard(
                 members,
                 dp_mesh,
                 *of_group,
-                mixed_precision_policy or MixedPrecisionPolicy(),
+                replace(policy, compute_weights="mxfp8" if first in quantized.parameters else None),
                 grad_scale,
                 use_symm_mem,
                 parameter_to_owner,
                 shard_layout,
             )
             for members, of_group in zip(partition, of_groups, strict=True)
+            for first in (next(iter(members.values())),)
         )
     except BaseException:
         for parameter, (data, attributes) in before.items():
@@ -299,14 +304,17 @@ def _collect(
 # Grouping -------------------------------------------------------------------------------------
 
 
-def _partition(owned: Mapping[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:
+def _partition(
+    owned: Mapping[str, nn.Parameter], quantized: Collection[nn.Parameter]
+) -> list[dict[str, nn.Parameter]]:
     """Split into groups that share dtype and requires_grad, in order of first appearance.
 
     0-D parameters have no dim 0 to shard: they form replicated groups of their own.
     """
-    groups: dict[tuple[torch.dtype, bool, bool], dict[str, nn.Parameter]] = {}
+    groups: dict[tuple[torch.dtype, bool, bool, bool], dict[str, nn.Parameter]] = {}
     for fqn, parameter in owned.items():
-        key = (parameter.dtype, parameter.requires_grad, parameter.ndim == 0)
+        kind = parameter.ndim == 0, parameter in quantized
+        key = (parameter.dtype, parameter.requires_grad, *kind)
         groups.setdefault(key, {})[fqn] = parameter
     return list(groups.values())
 

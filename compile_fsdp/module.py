@@ -24,14 +24,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from compile_fsdp.runtime.parameter_group import FsdpParameter, FsdpParameterGroup, Phase
+from compile_fsdp.runtime.parameter_group import FsdpParameterGroup, Phase
 
+from .quantized import linear_forward
 from .torch_internals import (
     inlined_or_skipped,
     never_compiled_alone,
-    version_of,
     without_compile_wrapper,
 )
+from .unit import FsdpUnit
 
 if TYPE_CHECKING:
     from .context import FsdpContext
@@ -50,7 +51,7 @@ class ParameterSlot:
     graph input for the whole group), its name, the tensor's index and whether it is trainable.
     """
 
-    __slots__ = ("flat_leaf", "group", "group_name", "index", "trainable")
+    __slots__ = ("count", "flat_leaf", "group", "group_name", "index", "planes", "trainable")
 
     def __init__(self, group: FsdpParameterGroup, index: int) -> None:
         self.group = group
@@ -58,6 +59,9 @@ class ParameterSlot:
         self.flat_leaf = group.flat_leaf
         self.group_name = group.name
         self.trainable = group.trainable[index]
+        # The flat leaves of rowwise and columnwise planes; none where nothing is quantised.
+        self.planes = tuple(planes.flat_leaf for planes in group.planes)
+        self.count = len(group.parameters)
         group.when_trainable_changes(self._follow)
 
     def _follow(self) -> None:
@@ -92,6 +96,20 @@ class ParameterSlot:
             )
         return registered
 
+    def read_rowwise(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Data and scales of the rowwise planes, in a forward."""
+        return self._read_planes(columnwise=False)
+
+    def read_columnwise(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Data and scales of the columnwise planes, in a backward."""
+        return self._read_planes(columnwise=True)
+
+    def _read_planes(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        planes = self.group.planes[columnwise]
+        if not planes.is_readable:
+            cast("FsdpContext", self.group.context).unshard_on_demand(planes)
+        return planes.full_planes(self.index)
+
     @property
     def fqn(self) -> str:
         """The parameter's first name below the module that owns it."""
@@ -106,100 +124,6 @@ class ParameterSlot:
         if tuple(full.shape) != main.tensor_shapes[self.index] or full.is_meta:
             return full
         return main.shard_tensor(self.index, full)
-
-
-def written_in_forward(fqn: str) -> RuntimeError:
-    """The error for a forward that changes a parameter in place."""
-    return RuntimeError(
-        f"parameter {fqn!r} was changed in place inside a forward: that is the gathered copy, "
-        "which is thrown away, and no shard would change. Change it between steps, on the sharded "
-        "parameter (with torch.no_grad(): parameter.mul_(...)), or keep it as a buffer"
-    )
-
-
-class FsdpUnit:
-    """State of one FSDP module: its groups, its phase, and what it holds.
-
-    Attributes:
-        fqn: name below the root ("" for the root itself).
-        groups: the parameter groups it owns; empty for a root without parameters.
-        context: what the units of one root share.
-        phase: RESTING, FORWARD or BACKWARD.
-        forwards: how many of its forwards are on the Python stack.
-        run_as_forward: calls a function between the eager hooks; set by `eager.install_hooks`.
-    """
-
-    run_as_forward: Callable[[FsdpUnit, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-
-    def __init__(self, groups: tuple[FsdpParameterGroup, ...], context: FsdpContext) -> None:
-        self.fqn = ""
-        self.groups = groups
-        self.context = context
-        self.phase = Phase.RESTING
-        self.forwards = 0
-        self._held: dict[FsdpParameterGroup, None] = {}
-        self._versions: dict[FsdpParameter, int] = {}
-
-    def note_versions(self, group: FsdpParameterGroup) -> None:
-        """Remember what `check_unwritten` compares with."""
-        for parameter in group.parameters:
-            self._versions[parameter] = version_of(parameter.unsharded)
-
-    def check_unwritten(self) -> None:
-        """Refuse what a forward wrote into a full parameter: it would be lost with the memory.
-
-        Raises:
-            RuntimeError: a parameter's version has changed.
-        """
-        for parameter, version in self._versions.items():
-            if version_of(parameter.unsharded) != version:
-                self._versions[parameter] = version_of(parameter.unsharded)
-                raise written_in_forward(parameter.fqns[0])
-
-    def move_to(self, phase: Phase) -> None:
-        """Enter ``phase``.
-
-        Raises:
-            RuntimeError: a direct step between FORWARD and BACKWARD.
-        """
-        if Phase.RESTING not in (self.phase, phase) and self.phase is not phase:
-            raise RuntimeError(
-                f"FSDP module {self.fqn or '<root>'!r} cannot go from {self.phase.value} to "
-                f"{phase.value}: a forward must end before its backward begins. If an exception "
-                "interrupted a step, run the forward again from the root"
-            )
-        self.phase = phase
-
-    def hold_all(self) -> None:
-        """Unshard and hold every group, and let compute wait for the gathers."""
-        for group in self.groups:
-            if group not in self._held:
-                group.acquire(self.phase)
-                self._held[group] = None
-        for group in self.groups:
-            group.wait_for_unshard(self.phase)
-
-    def drop(self, group: FsdpParameterGroup) -> None:
-        """Give the hold on ``group`` back, if this unit has one."""
-        if group in self._held:
-            del self._held[group]
-            group.drop()
-
-    def drop_all(self) -> None:
-        """Give every hold back."""
-        for group in list(self._held):
-            self.drop(group)
-
-    def forget(self) -> None:
-        """Back to RESTING after an exception; the groups themselves have been released."""
-        self._held.clear()
-        self.phase = Phase.RESTING
-        self.forwards = 0
-
-    def prefetch(self, phase: Phase) -> None:
-        """Start this unit's gathers for somebody who will hold them soon."""
-        for group in self.groups:
-            group.prefetch(phase)
 
 
 class _Sharded:
@@ -406,6 +330,7 @@ def swap_class(module: nn.Module) -> None:
         tuple(module.__dict__.get(SLOTS_ATTRIBUTE, ())),
         UNIT_ATTRIBUTE in module.__dict__,
         module.__dict__.get(METHODS_ATTRIBUTE, ()),
+        any(slot.planes for slot in module.__dict__.get(SLOTS_ATTRIBUTE, {}).values()),
     )
 
 
@@ -466,13 +391,18 @@ class ClassCache:
     """
 
     def __init__(self) -> None:
-        self._classes: dict[tuple[type, tuple[str, ...], bool, tuple[str, ...]], type] = {}
+        self._classes: dict[tuple[type, tuple[str, ...], bool, tuple[str, ...], bool], type] = {}
 
     def subclass(
-        self, cls: type, names: tuple[str, ...], is_fsdp_module: bool, methods: tuple[str, ...]
+        self,
+        cls: type,
+        names: tuple[str, ...],
+        is_fsdp_module: bool,
+        methods: tuple[str, ...],
+        quantized: bool = False,
     ) -> type:
         """The subclass of ``cls`` with a property for each of ``names``."""
-        key = (cls, names, is_fsdp_module, methods)
+        key = (cls, names, is_fsdp_module, methods, quantized)
         if key not in self._classes:
             bases: tuple[type, ...] = (cls,)
             if names:
@@ -482,6 +412,8 @@ class ClassCache:
             namespace: dict[str, Any] = {name: _parameter_property(name) for name in names}
             for method in ("forward", *methods):
                 namespace[method] = _computing_method(getattr(cls, method))
+            if quantized:
+                namespace["forward"] = _computing_method(linear_forward)
             namespace["__module__"] = cls.__module__
             namespace["__doc__"] = cls.__doc__
             namespace["_fsdp_original_class"] = cls

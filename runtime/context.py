@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -29,6 +29,7 @@ from .symmetric_memory import StagingPool
 from .torch_internals import at_end_of_backward, in_backward
 
 if TYPE_CHECKING:
+    from .group_unsharding import GroupUnsharding
     from .parameter_group import FsdpParameterGroup
 
 
@@ -119,6 +120,7 @@ class GroupContext:
             group = reference()
             if group is not None:
                 yield group
+                yield from cast("tuple[FsdpParameterGroup, ...]", group.planes)
 
     def begin_graph(self) -> None:
         """A graph, or an outermost forward, is about to issue its first gather.
@@ -307,7 +309,7 @@ class GroupContext:
         last = in_backward() and self.is_last_microbatch
         return self.eager_depth > 0, last, self.memory.arena.taken
 
-    def reached_from(self, group: FsdpParameterGroup) -> Sequence[FsdpParameterGroup]:
+    def reached_from(self, group: FsdpParameterGroup) -> Sequence[GroupUnsharding]:
         """The groups whose gathers `prefetch_beyond_graph` starts."""
         return ()
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from .arena import Place
 from .context import GroupContext
-from .dbuffer import DBuffer
 from .gathered import Gathered
 from .group_identity import GroupIdentity
 from .profiling import profiled
 from .unsharding import Phase, Unsharding
-from .weights import GroupWeights
+from .weights import Weights
 
 
 class GroupUnsharding(GroupIdentity):
@@ -23,25 +21,10 @@ class GroupUnsharding(GroupIdentity):
     """
 
     context: GroupContext
-    _weights: GroupWeights
+    _weights: Weights
     _unsharding: Unsharding
 
     # Buffers -----------------------------------------------------------------------------------
-
-    @property
-    def main_weight(self) -> DBuffer:
-        """What the optimizer updates. It *is* ``model_weight`` when dtype and placements agree."""
-        return self._weights.main
-
-    @property
-    def model_weight(self) -> DBuffer:
-        """The compute copy, at the parameter placements."""
-        return self._weights.model
-
-    @property
-    def post_optimizer_model_weight(self) -> DBuffer:
-        """The view of ``model_weight`` at the optimizer's placements: what a step writes."""
-        return self._weights.post_optimizer
 
     @property
     def full_local_tensor(self) -> torch.Tensor:
@@ -62,6 +45,10 @@ class GroupUnsharding(GroupIdentity):
             self.release_unsharded_storage()
         self._unsharding.sync()
         self.context.weights_are_new = True
+
+    def note_step(self) -> None:
+        """A step that nobody announced may have written the main weight."""
+        self._unsharding.maybe_stepped = True
 
     # Unshard and reshard -----------------------------------------------------------------------
 
@@ -171,6 +158,16 @@ class GroupUnsharding(GroupIdentity):
         lane, label = self.context.lanes.gather, self.label or self.name
         self._unsharding.drop(lane, label, full, keep=keep)
 
+    def copy_full_parameter(self, index: int) -> torch.Tensor:
+        """A copy of full tensor ``index``: gather, copy, release. The marker's slow path."""
+        self.context.lanes.gather.wait_current()
+        self.acquire()
+        try:
+            self.wait_for_unshard()
+            return self._weights.full.get_local_tensor(index).clone()
+        finally:
+            self.drop()
+
     @property
     def is_kept(self) -> bool:
         """Whether a forward left the full parameters to its backward; nobody holds them."""
@@ -190,11 +187,3 @@ class GroupUnsharding(GroupIdentity):
     def is_readable(self) -> bool:
         """Whether somebody holds the group where the unsharded Parameters look."""
         return self._unsharding.own.holders > 0
-
-    def shard_for_saving(self, index: int) -> DTensor:
-        """This rank's shard of main weight ``index``, aliasing it.
-
-        By a storage of its own: what copies whole storages, as ``torch.distributed.checkpoint``
-        does before it saves in the background, then copies these rows and not the flat buffer.
-        """
-        return self.main_weight.get_dtensor(index, own_storage=True)

@@ -175,7 +175,11 @@ class HostSide:
     def __init__(self, names: Iterable[str]) -> None:
         read = [cast("FsdpParameterGroup", registry.lookup(name)) for name in names]
         self.contexts = tuple(dict.fromkeys(group.context for group in read))
-        reached = [each for group in read for each in group.context.reached_from(group)]
+        reached = [
+            cast("FsdpParameterGroup", each)
+            for group in read
+            for each in group.context.reached_from(group)
+        ]
         self.groups = tuple(dict.fromkeys((*read, *reached)))
 
     def begin(self) -> None:

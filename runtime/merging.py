@@ -72,25 +72,30 @@ class _Waiting:
 
 
 def _gather_staged(lane: Lane, groups: Sequence[_Waiting]) -> None:
-    weights = [each.unsharding.weights for each in groups]
-    targets = [each.missing.target for each in groups]
-    first = weights[0].model
-    (axis,) = weights[0].gathered_axes
-    ranks = range(first.mesh.size(axis))
-    cuts = [[each.model.layout.segment(rank, len(ranks)) for rank in ranks] for each in weights]
-    sizes = [sum(stop - start for start, stop in (cut[rank] for cut in cuts)) for rank in ranks]
     label = _label_of_all([each.label for each in groups])
-    for each, target in zip(groups, targets, strict=True):
-        target.buffer.reallocate_storage(lane, each.label)
-    shards = [each.model.local for each in weights]
-    sent = _new(lane.memory, sum(map(torch.numel, shards)), first, f"sent {label}", lane)
+    for each in groups:
+        each.missing.target.buffer.reallocate_storage(lane, each.label)
+    pieces = [
+        piece
+        for each in groups
+        for piece in each.unsharding.weights.pieces(each.missing.target.buffer)
+    ]
+    shards, targets = zip(*pieces, strict=True)
+    first = shards[0]
+    (axis,) = groups[0].unsharding.weights.gathered_axes
+    ranks = range(first.mesh.size(axis))
+    cuts = [[each.layout.segment(rank, len(ranks)) for rank in ranks] for each in shards]
+    sizes = [sum(stop - start for start, stop in (cut[rank] for cut in cuts)) for rank in ranks]
+    sent = _new(
+        lane.memory, sum(each.local.numel() for each in shards), first, f"sent {label}", lane
+    )
     staged = _new(lane.memory, sum(sizes), first, f"staged {label}", lane)
     with lane.allocating():
-        torch.cat(shards, out=sent)
+        torch.cat([each.local for each in shards], out=sent)
     group = group_of_lane(first.mesh, axis, lane.name)
     collectives.all_gather(lane, staged, sent, group, sizes, label=label)
     parts = [
-        target.buffer.local[slice(*cut[rank])]
+        target[slice(*cut[rank])]
         for rank in ranks
         for target, cut in zip(targets, cuts, strict=True)
     ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -21,14 +22,22 @@ class MixedPrecisionPolicy:
             and parameters that are not floating point keep their own dtype.
         main_grads_dtype: dtype gradients accumulate in; None means the parameter's own dtype.
         grad_comm_dtype: dtype gradients are reduced in; None means ``main_grads_dtype``.
+        compute_weights: ``"mxfp8"``: the weights of linear layers whose dims are multiples of 32
+            compute in MXFP8, and are gathered at half the bytes of bf16; other parameters stay as
+            they are. A mapping says which, by patterns of their names below the module that is
+            sharded: ``{"*.gate.weight": None, "mlp.*.weight": "mxfp8"}``. The first pattern that
+            fits counts; what is named must be such a weight. None: no parameter does.
 
     Raises:
-        TypeError: a value is neither None nor a floating-point ``torch.dtype``.
+        TypeError: a dtype is neither None nor a floating-point ``torch.dtype``;
+            ``compute_weights`` is neither None, a string nor a mapping.
+        ValueError: a value of ``compute_weights`` is neither None nor ``"mxfp8"``.
     """
 
     main_params_dtype: torch.dtype | None = torch.float32
     main_grads_dtype: torch.dtype | None = None
     grad_comm_dtype: torch.dtype | None = None
+    compute_weights: str | Mapping[str, str | None] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         for name in ("main_params_dtype", "main_grads_dtype", "grad_comm_dtype"):
@@ -39,6 +48,21 @@ class MixedPrecisionPolicy:
                 raise TypeError(
                     f"MixedPrecisionPolicy.{name} must be None or a floating-point torch.dtype, "
                     f"got {value!r}"
+                )
+
+        self._check_compute_weights()
+
+    def _check_compute_weights(self) -> None:
+        asked = self.compute_weights
+        if not (asked is None or isinstance(asked, str | Mapping)):
+            raise TypeError(
+                'MixedPrecisionPolicy.compute_weights must be None, "mxfp8" or a mapping of '
+                f"patterns to these, got {asked!r}"
+            )
+        for value in asked.values() if isinstance(asked, Mapping) else (asked,):
+            if value not in (None, "mxfp8"):
+                raise ValueError(
+                    f'MixedPrecisionPolicy.compute_weights: expected None or "mxfp8", got {value!r}'
                 )
 
     def resolve(self, parameter_dtype: torch.dtype) -> ResolvedPrecision:

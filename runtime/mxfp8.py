@@ -23,6 +23,7 @@ __all__ = [
     "BLOCK",
     "DATA_DTYPE",
     "SCALE_DTYPE",
+    "SOURCE_DTYPES",
     "check_eligible",
     "dequantize",
     "is_eligible",
@@ -46,7 +47,8 @@ _QUIET_NAN = 0x7FC00000
 # The bits of 2**-127, fp32's one subnormal power of two that E8M0 has: its byte is 0.
 _LEAST_SCALE = 0x00400000
 
-_SOURCES = (torch.float32, torch.bfloat16, torch.float16)
+SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What can be quantised."""
 
 
 def is_eligible(shape: Sequence[int]) -> bool:
@@ -94,9 +96,9 @@ def quantize(
         ValueError: The shape is not as described.
     """
     check_eligible("quantize: the tensor", tensor.shape)
-    if tensor.dtype not in _SOURCES:
+    if tensor.dtype not in SOURCE_DTYPES:
         raise TypeError(
-            f"quantize: expected a tensor of one of {list(map(str, _SOURCES))}, found "
+            f"quantize: expected a tensor of one of {list(map(str, SOURCE_DTYPES))}, found "
             f"{tensor.dtype}; convert it first"
         )
     blocks, dim = _in_blocks(tensor.to(torch.float32), columnwise)

@@ -11,28 +11,29 @@ it through the same few methods::
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Placement
+from torch.distributed.tensor import Placement
 
 from .context import GroupContext
 from .dbuffer import DBuffer
 from .group_arguments import (
-    check_partial,
     legal_placements,
     mesh_device,
     owners_of,
     unique_parameters,
 )
 from .group_info import GroupInfo, describe
+from .group_reduction import GroupReduction
 from .group_unsharding import GroupUnsharding
 from .layout import make_layout
-from .main_gradient import MainGradient, pack_gradients, take_gradients
+from .main_gradient import MainGradient
 from .memory import Memory
 from .mixed_precision import MixedPrecisionPolicy
+from .mxfp8 import BLOCK, check_eligible
 from .parameter import (
     _CONTAINING_PARAMETER_GROUP_ATTR,
     FsdpParameter,
@@ -41,10 +42,10 @@ from .parameter import (
     rebind_sharded,
     sync_model_weights_from_main_weights,
 )
-from .placement import ShardLayout, strictest_shard
-from .profiling import profiled
+from .placement import BlockAtomic, ShardLayout, strictest_shard
+from .planes import PlaneUnit
 from .symmetric_memory import allocating_in, staging_pool
-from .torch_internals import in_backward, ranks_of, will_accumulate
+from .torch_internals import in_backward, ranks_of
 from .trainability import Trainability
 from .unsharding import Phase, Unsharding
 from .weights import GroupWeights, shard_count
@@ -63,7 +64,7 @@ ALIGNMENT_BYTES = 16
 """Tensor starts and rank segments are aligned to this: vector loads, and NCCL's fast path."""
 
 
-class FsdpParameterGroup(GroupUnsharding):
+class FsdpParameterGroup(GroupReduction):
     """A set of parameters of one dtype and one ``requires_grad``, sharded as one buffer.
 
     They may be frozen and made trainable later, each by itself (see `follow_requires_grad`).
@@ -116,12 +117,7 @@ class FsdpParameterGroup(GroupUnsharding):
         self.grad_scale = grad_scale
         self.dtype = first.dtype
         self.grad_comm_dtype = precision.grad_comm_dtype
-        self._withheld: DBuffer | None = None
         self.context = GroupContext(self.device)
-        # Whether a step refreshes the model weight (see `refreshed_by_steps`). Otherwise every
-        # backward may be followed by a step that nobody tells us of.
-        self.syncs_with_optimizer = False
-        self._refreshed_by_steps: set[torch.Tensor] = set()
 
         model_weight_placements, main_grad_placements, main_weight_placements = legal_placements(
             mesh, model_weight_placements, main_grad_placements, main_weight_placements
@@ -133,17 +129,24 @@ class FsdpParameterGroup(GroupUnsharding):
             mixed_precision_policy,
         )
         self._shard_layout = shard_layout
+        quantized = mixed_precision_policy.compute_weights is not None
+        if quantized:
+            for original, (fqn, *_) in originals.items():
+                check_eligible(f"parameter {fqn!r}", original.shape)
         # The layout serves frozen weights too: they may become trainable.
         self._when_trainable = (main_grad_placements, main_weight_placements, precision)
         placements = (*model_weight_placements, *main_grad_placements, *main_weight_placements)
         self._owners = owners_of(originals, placements, parameter_to_owner, mesh)
+        # Scales are a byte for 32 elements.
+        per_byte = BLOCK if quantized else 1
+        blocks = [BlockAtomic(BLOCK)] if quantized else []
         self.layout = make_layout(
             [tuple(original.shape) for original in originals],
             shard_count(mesh, main_weight_placements),
-            shard=strictest_shard(placements),
+            shard=strictest_shard((*placements, *blocks)),
             shard_layout=shard_layout,
             owners=self._owners,
-            alignment=max(1, ALIGNMENT_BYTES // precision.smallest_itemsize(self.dtype)),
+            alignment=max(1, per_byte * ALIGNMENT_BYTES // precision.smallest_itemsize(self.dtype)),
         )
         self.staging = staging_pool(use_symmetric_memory, mesh, self.layout, self.device)
         self.context.add_staging(self.staging)
@@ -165,6 +168,29 @@ class FsdpParameterGroup(GroupUnsharding):
         self._unsharding = Unsharding(self._weights, [each.sharded for each in self.parameters])
         self._trainability = Trainability(self.parameters)
         self._gradient = self._create_gradient() if self.requires_grad else None
+        self.planes = tuple(PlaneUnit(self, each) for each in (False, True) if quantized)
+
+    def rename(self, name: str, label: str, model: int = 0) -> None:
+        """See `GroupIdentity.rename`; planes take their names from it."""
+        super().rename(name, label, model)
+        for planes in self.planes:
+            planes.follow_name()
+
+    def gathered_for(self, phase: Phase) -> GroupUnsharding:
+        """What is gathered for ``phase``: this group, or the planes that linear layers read."""
+        return self.planes[phase is Phase.BACKWARD] if self.planes else self
+
+    def sync_model_weight_from_main_weight(self) -> None:
+        """See `GroupUnsharding.sync_model_weight_from_main_weight`; planes as well."""
+        super().sync_model_weight_from_main_weight()
+        for planes in self.planes:
+            planes.sync_model_weight_from_main_weight()
+
+    def note_step(self) -> None:
+        """See `GroupUnsharding.note_step`; planes as well."""
+        super().note_step()
+        for planes in self.planes:
+            planes.note_step()
 
     # Construction ------------------------------------------------------------------------------
 
@@ -197,6 +223,8 @@ class FsdpParameterGroup(GroupUnsharding):
             other.sharded.requires_grad_(mine.sharded.requires_grad)
         # An average of the weights is no optimizer, and writes in ways that leave no trace.
         alike._unsharding.always_refreshes = alike.main_weight is not alike.model_weight
+        for planes in alike.planes:
+            planes.unsharding.always_refreshes = True
         return alike
 
     def _create_gradient(self) -> MainGradient:
@@ -232,26 +260,6 @@ class FsdpParameterGroup(GroupUnsharding):
 
         return prepare
 
-    # Buffers -----------------------------------------------------------------------------------
-
-    @property
-    def main_grad(self) -> DBuffer | None:
-        """The gradient accumulator at the gradient placements; None when the group is frozen.
-
-        It has no storage while no parameter has a ``.grad``.
-        """
-        return self._gradient.buffer if self._gradient and self.requires_grad else None
-
-    @property
-    def pre_optimizer_main_grad(self) -> DBuffer | None:
-        """The view of ``main_grad`` at the optimizer's placements; None when frozen."""
-        return self._gradient.finished if self._gradient and self.requires_grad else None
-
-    @property
-    def gradient(self) -> MainGradient | None:
-        """How gradients accumulate; None before any parameter has been trainable."""
-        return self._gradient
-
     # For passes, ops and compilers -------------------------------------------------------------
 
     @property
@@ -259,13 +267,8 @@ class FsdpParameterGroup(GroupUnsharding):
         """This group as plain data, for passes and op fakes."""
         return describe(self)
 
-    @property
-    def finishes_later(self) -> bool:
-        """Whether the inner reduction leaves gradients that `reduce_outer_gradients` finishes."""
-        return self._gradient is not None and self._gradient.needs_outer
-
     def copy_full_parameter(self, index: int) -> torch.Tensor:
-        """A copy of full parameter ``index``: gather, copy, release. The marker's slow path.
+        """See `GroupUnsharding.copy_full_parameter`.
 
         Raises:
             RuntimeError: the parameter has been made trainable, which this graph does not know.
@@ -276,19 +279,7 @@ class FsdpParameterGroup(GroupUnsharding):
                 'by another backend than "compile_fsdp", which cannot take that in within a call; '
                 'call the model again (it is compiled anew), or use backend="compile_fsdp"'
             )
-        self.context.lanes.gather.wait_current()
-        self.acquire()
-        try:
-            self.wait_for_unshard()
-            return self._weights.full.get_local_tensor(index).clone()
-        finally:
-            self.drop()
-
-    @property
-    def reduced_axis(self) -> int | None:
-        """The mesh axis over which `reduce_inner_gradients` communicates; None where that are
-        several or none."""
-        return None if self._gradient is None else self._gradient.reduced_axis
+        return super().copy_full_parameter(index)
 
     # Trainable or frozen -----------------------------------------------------------------------
 
@@ -330,165 +321,9 @@ class FsdpParameterGroup(GroupUnsharding):
         if self._weights.separate_main(main_placements, precision.main_params_dtype):
             for index, parameter in enumerate(self.parameters):
                 rebind_sharded(parameter, self.main_weight.get_dtensor(index))
+            for planes in self.planes:
+                planes.use_main(self.main_weight)
 
     def when_trainable_changes(self, listener: Callable[[], None]) -> None:
         """Call ``listener`` now and whenever `follow_requires_grad` finds a change."""
         self._trainability.listen(listener)
-
-    # Gradients ---------------------------------------------------------------------------------
-
-    def gradients_wanted(self) -> bool:
-        """Whether the running backward was asked for this group's gradients.
-
-        False inside ``torch.autograd.grad`` with respect to inputs only.
-        """
-        return self.requires_grad and (not in_backward() or will_accumulate(self.flat_leaf))
-
-    def allocate_partial_grad_buffer(self) -> DBuffer:
-        """An uninitialised full gradient buffer, ``Partial("avg")`` on every axis, in
-        ``grad_comm_dtype``, with the group's layout."""
-        placements = [Partial("avg")] * self.mesh.ndim
-        numel, owner = self.main_weight.local_numel(placements), f"gradients of {self.label}"
-        memory = self.context.memory
-        local = memory.empty(numel, self.grad_comm_dtype, self.device, owner=owner)
-        return self.main_weight.like(placements, local)
-
-    def pack(self, gradients: Mapping[int, torch.Tensor]) -> DBuffer:
-        """A partial gradient buffer with these full gradients, by tensor index, and zeros."""
-        partial = self.allocate_partial_grad_buffer()
-        pack_gradients(partial, gradients, self.fqns)
-        return partial
-
-    def copy_gradients_to_partial_buffer(self, partial: DBuffer) -> tuple[int, ...]:
-        """Move the unsharded parameters' ``.grad`` into ``partial``; returns their indices.
-
-        The ``.grad`` of every unsharded parameter is None afterwards; parameters that had none
-        are zero in ``partial``.
-        """
-        gradients = take_gradients(self.parameters)
-        pack_gradients(partial, gradients, self.fqns)
-        return tuple(gradients)
-
-    def reduce_gradients(self, gradients: Mapping[int, torch.Tensor] | None = None) -> None:
-        """Pack gradients and start their inner reduction.
-
-        Args:
-            gradients: full gradients by tensor index; None takes the unsharded parameters'
-                ``.grad``. Nothing happens when there is none.
-        """
-        with torch.inference_mode(False), torch.no_grad():
-            if gradients is None:
-                gradients = take_gradients(self.parameters)
-            if gradients:
-                partial = self.pack(gradients)
-                if self.context.zeros_missing_gradients:
-                    self._withhold(partial)
-                else:
-                    self.reduce_inner_gradients(partial, tuple(gradients))
-
-    def _withhold(self, partial: DBuffer) -> None:
-        """Keep packed gradients until the end of the backward."""
-        if self._withheld is None:
-            self._withheld = partial
-        else:
-            self._withheld.local.add_(partial.local)
-            self.context.memory.give_back(partial.local)
-        self.context.note_withheld()
-
-    def reduce_withheld_gradients(self) -> None:
-        """Reduce what this backward kept back, or zeros where it had nothing; of every parameter.
-
-        See `GroupContext.zeros_missing_gradients`. Nothing happens for a frozen group.
-        """
-        if self._gradient is None:
-            return
-        with torch.inference_mode(False), torch.no_grad():
-            partial, self._withheld = self._withheld, None
-            if partial is None:
-                partial = self.allocate_partial_grad_buffer()
-                partial.local.zero_()
-            self.reduce_inner_gradients(partial)
-
-    @profiled("reduce_inner")
-    def reduce_inner_gradients(
-        self, partial: DBuffer, indices: Sequence[int] | None = None
-    ) -> None:
-        """Reduce ``partial`` to the gradient placements and add it to ``main_grad``.
-
-        This contribution is multiplied by ``grad_scale``. The first contribution of a step
-        writes ``main_grad``, later ones add. ``.grad`` of the parameters in ``indices`` (None:
-        all) is bound to ``main_grad`` at once; its values are there after
-        ``context.wait_for_reductions()``, of a group that no driver runs at once.
-
-        Raises:
-            RuntimeError: the group is frozen.
-            ValueError: ``partial`` is not one of `allocate_partial_grad_buffer`.
-        """
-        if self._gradient is None:
-            raise RuntimeError(f"parameter group {self.label!r} is frozen and has no gradients")
-        check_partial(partial, self)
-        indices = range(len(self.parameters)) if indices is None else indices
-        self.accumulate(partial, indices)
-        self.context.note_reduction((self,), partial)
-        self.expect_hooks(indices)
-
-    def accumulate(self, partial: DBuffer, indices: Sequence[int]) -> None:
-        """The reduction of `reduce_inner_gradients`, by a caller who keeps ``partial`` alive. It
-        may be at the gradient placements already, reduced together with other groups'."""
-        if self._gradient is not None:
-            lane, label = self.context.lanes.reduce_inner, self.gradient_label(indices)
-            self._gradient.accumulate(partial, indices, self.grad_scale, lane, label=label)
-            if not self.syncs_with_optimizer:
-                self._unsharding.maybe_stepped = True
-
-    def expect_hooks(self, indices: Sequence[int]) -> None:
-        """Run post-accumulate hooks of the parameters in ``indices`` when this backward ends."""
-        if self._gradient is not None and self._gradient.hooks.note(indices):
-            self.context.finish_at_end_of_backward()
-
-    def call_gradient_hooks(self) -> None:
-        """Run post-accumulate hooks of the parameters whose gradients are finished."""
-        gradient = self._gradient
-        if gradient and (self.context.is_last_microbatch or not gradient.needs_outer):
-            gradient.hooks.call_post_accumulate()
-
-    @profiled("reduce_outer")
-    def reduce_outer_gradients(self) -> None:
-        """Finish gradients over the axes that the gradient placements left partial.
-
-        Writes ``pre_optimizer_main_grad`` and binds ``.grad`` to it; a no-op where the inner
-        reduction already finished them, or nothing is new.
-        """
-        if self._gradient is not None:
-            lanes = self.context.lanes
-            with torch.inference_mode(False), torch.no_grad():
-                accumulated = lanes.reduce_inner.record_event()
-                self._gradient.finish(lanes.reduce_outer, accumulated, label=self.label)
-            self.context.note_outer_reduction()
-
-    def forget_unreduced_gradients(self) -> None:
-        """Drop what an interrupted backward left on the unsharded parameters, which no
-        ``zero_grad`` sees."""
-        for parameter in self.parameters:
-            parameter.unsharded.grad = None
-        self.flat_leaf.grad = None
-        self._withheld = None
-
-    def refreshed_by_steps(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Steps that write these sharded ``parameters`` refresh the model weight. Other optimizers
-        may have the group's other parameters, and tell us nothing."""
-        self._refreshed_by_steps.update(parameters)
-        others = {each.sharded for each in self.parameters} - self._refreshed_by_steps
-        self.syncs_with_optimizer = not any(each.requires_grad for each in others)
-
-    def expect_step(self) -> None:
-        """An optimizer that tells us nothing may have stepped: it writes every parameter that has
-        a ``.grad``, also one that is older than the last backward (momentum, weight decay)."""
-        if not self.syncs_with_optimizer and self._gradient is not None:
-            if any(parameter.sharded.grad is not None for parameter in self.parameters):
-                self._unsharding.maybe_stepped = True
-
-    def release_unused_gradient_storage(self) -> None:
-        """Free ``main_grad`` when no parameter's ``.grad`` refers to it any more."""
-        if self._gradient is not None:
-            self._gradient.release_if_unused()

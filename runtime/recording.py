@@ -248,7 +248,8 @@ def recorded_groups(groups: Callable[[], Iterable[FsdpParameterGroup]]) -> Itera
                 if group.context not in contexts:
                     group.context.renew_lanes()
                     contexts[group.context] = None
-                recorder.memory.watch(group.full_local_tensor, group.context.lanes.gather.name)
+                for each in (group, *group.planes):
+                    recorder.memory.watch(each.full_local_tensor, group.context.lanes.gather.name)
             with Operators(recorder):
                 yield recorder
     finally:

@@ -24,7 +24,7 @@ from .gathered import Gathered
 from .host_state import UnshardingState
 from .streams import Lane
 from .torch_internals import in_backward, writes_of
-from .weights import GroupWeights, copy_on
+from .weights import Weights, copy_on
 
 
 class Phase(enum.Enum):
@@ -48,7 +48,7 @@ class Unsharding:
         always_refreshes: so it may before every forward (an average that is updated by hand).
     """
 
-    def __init__(self, weights: GroupWeights, sharded: Sequence[torch.Tensor]) -> None:
+    def __init__(self, weights: Weights, sharded: Sequence[torch.Tensor]) -> None:
         self.weights = weights
         self.sharded = tuple(sharded)
         self.own = Gathered(weights.full, is_there=not weights.gathers)

@@ -15,6 +15,7 @@ Buffers that would hold the same values are the same memory: with equal dtypes `
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -28,7 +29,64 @@ from .placement import differing_axes
 from .streams import Lane
 
 
-class GroupWeights:
+class Weights(ABC):
+    """Compute weights that are gathered into one flat buffer: what `Unsharding` asks of them.
+
+    Attributes:
+        full: the gathered weights; without memory while nobody reads them.
+        gathers: False where ``full`` has the memory of this rank's shard: nothing is sharded, or
+            there is one rank.
+        redistribution_due: the shard is stale but for the optimizer's part of it.
+    """
+
+    full: DBuffer
+    gathers: bool
+    redistribution_due = False
+
+    @property
+    @abstractmethod
+    def gathered_axes(self) -> tuple[int, ...]:
+        """The mesh axes that a gather goes over."""
+
+    @property
+    @abstractmethod
+    def follows(self) -> bool:
+        """Whether `follow_main` has anything to do."""
+
+    @abstractmethod
+    def follow_main(self) -> None:
+        """Write the main weight into its part of the shard.
+
+        Where the shard is wider (ZeRO-1, ZeRO-2, HFSDP) the rest of it is stale until
+        `redistribute`.
+        """
+
+    @abstractmethod
+    def redistribute(self, lane: Lane, label: str) -> bool:
+        """Bring a stale shard up to date on ``lane``, which has waited for who wrote its part;
+        False if it was not stale."""
+
+    @abstractmethod
+    def pieces(self, into: DBuffer) -> tuple[tuple[DBuffer, torch.Tensor], ...]:
+        """The buffers that a gather into ``into`` moves, each with where it goes, 1-D."""
+
+    def gather(self, into: DBuffer, lane: Lane, label: str, *, depends: bool) -> None:
+        """Start gathering into ``into`` on ``lane``: ``full``, which gets memory, or one like it.
+
+        ``depends``: something still on the lane writes the shard.
+        """
+        into.reallocate_storage(lane, label)
+        for number, (piece, target) in enumerate(self.pieces(into)):
+            whole = into if target is into.local else piece.like(into.placements, target)
+            widen(piece, whole, lane, depends=depends and number == 0, label=label)
+
+    def release(self, lane: Lane) -> None:
+        """Take the memory of ``full`` away, after what compute has issued so far."""
+        lane.wait_current()
+        self.full.release_storage(lane)
+
+
+class GroupWeights(Weights):
     """Main, model and full weights of tensors that share one layout.
 
     Args:
@@ -40,9 +98,6 @@ class GroupWeights:
         main_dtype: of the main weight.
         device: where the buffers live.
 
-    Attributes:
-        gathers: False where ``full`` is ``model``: nothing is sharded, or there is one rank.
-        redistribution_due: the model weight is stale but for the optimizer's part of it.
     """
 
     def __init__(
@@ -73,7 +128,6 @@ class GroupWeights:
             self.main = self.post_optimizer
         self.gathers = shard_count(mesh, model_placements) > 1
         self.full = self._make_full(mesh, layout)
-        self.redistribution_due = False
 
     def _make_full(self, mesh: DeviceMesh, layout: GlobalLayout) -> DBuffer:
         replicated = [Replicate()] * mesh.ndim
@@ -104,24 +158,19 @@ class GroupWeights:
         return self.main is not before
 
     def follow_main(self) -> None:
-        """Write the main weight into its part of the model weight.
-
-        Where the model weight is wider (ZeRO-1, ZeRO-2, HFSDP) the rest of it is stale until
-        `redistribute`.
-        """
+        """See `Weights.follow_main`."""
         if self.main is not self.model and self.main is not self.post_optimizer:
             self.post_optimizer.local.copy_(self.main.local)
         self.redistribution_due = self.post_optimizer.placements != self.model.placements
 
     @property
     def follows(self) -> bool:
-        """Whether `follow_main` has anything to do."""
+        """See `Weights.follows`."""
         copies = self.main is not self.model and self.main is not self.post_optimizer
         return copies or self.post_optimizer.placements != self.model.placements
 
     def redistribute(self, lane: Lane, label: str) -> bool:
-        """Bring a stale model weight up to date on ``lane``, which has waited for who wrote its
-        part; False if it was not stale."""
+        """See `Weights.redistribute`."""
         if not self.redistribution_due:
             return False
         widen(self.post_optimizer, self.model, lane, label=label)
@@ -130,21 +179,12 @@ class GroupWeights:
 
     @property
     def gathered_axes(self) -> tuple[int, ...]:
-        """The mesh axes that a gather goes over."""
+        """See `Weights.gathered_axes`."""
         return differing_axes(self.model.placements, self.full.placements)
 
-    def gather(self, into: DBuffer, lane: Lane, label: str, *, depends: bool) -> None:
-        """Start gathering into ``into`` on ``lane``: ``full``, which gets memory, or one like it.
-
-        ``depends``: something still on the lane writes the model weight.
-        """
-        into.reallocate_storage(lane, label)
-        widen(self.model, into, lane, depends=depends, label=label)
-
-    def release(self, lane: Lane) -> None:
-        """Take the memory of ``full`` away, after what compute has issued so far."""
-        lane.wait_current()
-        self.full.release_storage(lane)
+    def pieces(self, into: DBuffer) -> tuple[tuple[DBuffer, torch.Tensor], ...]:
+        """See `Weights.pieces`."""
+        return ((self.model, into.local),)
 
 
 def copy_on(lane: Lane, target: torch.Tensor, source: torch.Tensor) -> None:

@@ -320,6 +320,20 @@ class Twice(LanguageModel):
         return x
 
 
+class Wide(LanguageModel):
+    """Its blocks have matrices that can be quantised."""
+
+    def __init__(self) -> None:
+        super().__init__(width=32)
+
+
+class WideCheckpointed(Checkpointed):
+    """Recomputed in backward."""
+
+    def __init__(self) -> None:
+        super().__init__(width=32)
+
+
 def modes() -> dict[str, Mode]:
     """Rows of the placement table by a name for the axes they need."""
     named = {mode.name: mode for mode in ONE_AXIS}
@@ -363,6 +377,7 @@ _DOUBLES = {
     )
 }
 _FP64 = {"mixed_precision_policy": MixedPrecisionPolicy(main_grads_dtype=torch.float64)}
+_MXFP8 = {"mixed_precision_policy": MixedPrecisionPolicy(compute_weights="mxfp8")}
 _ONE_LANE = {"unify_communication_stream": True}
 _Compiled = functools.partial(Scenario, driver="aot_eager")
 
@@ -398,6 +413,7 @@ SCENARIOS = _by_name(
     _Compiled(compiling={"merge_below": "1MiB"}, note="merged"),
     _Compiled(what=microbatches, compiling={"arena": True}, note="in an arena"),
     Scenario(what=writing_locally, driver="plain aot_eager"),
+    Scenario(what=microbatches, model=Wide, sharding=_MXFP8, note="in MXFP8"),
 )
 
 MORE_SCENARIOS = _by_name(
@@ -437,6 +453,17 @@ MORE_SCENARIOS = _by_name(
               compiling={"arena": True}),
     _Compiled(what=microbatches, placements="HFSDP", shape=(2, 2), note="in an arena, merged",
               compiling={"arena": True, "merge_below": "1MiB"}),
+    Scenario(model=WideCheckpointed, sharding=_MXFP8, note="checkpointed, in MXFP8"),
+    Scenario(what=writing, placements="HFSDP", shape=(2, 2), model=Wide, announced=False,
+             sharding=_MXFP8, note="unannounced, in MXFP8"),
+    Scenario(what=stepping_within, placements="ZeRO-2", model=Wide, sharding=_MXFP8,
+             note="in MXFP8"),
+    _Compiled(what=microbatches, placements="HFSDP", shape=(2, 2), model=Wide, sharding=_MXFP8,
+              note="in MXFP8"),
+    _Compiled(model=WideCheckpointed, sharding=_MXFP8, note="checkpointed, in an arena, in MXFP8",
+              compiling={"arena": True}),
+    _Compiled(model=Wide, sharding=_MXFP8, note="merged, in MXFP8",
+              compiling={"merge_below": "1MiB"}),
 )  # fmt: skip
 
 

@@ -1,0 +1,141 @@
+"""Which parameters compute in MXFP8, why the others do not, and how their modules do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from compile_fsdp.runtime.mixed_precision import MixedPrecisionPolicy
+from compile_fsdp.runtime.mxfp8 import BLOCK, SOURCE_DTYPES, is_eligible
+from compile_fsdp.runtime.quantized_linear import linear_in_graph, linear_with_planes
+
+if TYPE_CHECKING:
+    from .module import ParameterSlot
+
+__all__ = ["Quantization", "linear_forward", "quantization"]
+
+_DTYPES = ", ".join(map(str, SOURCE_DTYPES))
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """What a policy's ``compute_weights`` means for the parameters of one module.
+
+    Attributes:
+        parameters: those that compute in MXFP8.
+        others: why each of the others does not, by its first name.
+    """
+
+    parameters: frozenset[nn.Parameter] = frozenset()
+    others: Mapping[str, str] = field(default_factory=dict)
+
+
+def quantization(
+    module: nn.Module, owned: Mapping[str, nn.Parameter], policy: MixedPrecisionPolicy
+) -> Quantization:
+    """Choose among the parameters ``owned``, by name below ``module``.
+
+    Raises:
+        ValueError: main weights have a dtype that is not quantised; a parameter that the policy
+            names cannot be; the policy names none with one of its patterns.
+    """
+    if policy.compute_weights is None:
+        return Quantization()
+    _check_main_dtype(policy)
+    names: dict[nn.Parameter, list[str]] = {}
+    for fqn, parameter in owned.items():
+        names.setdefault(parameter, []).append(fqn)
+    patterns = policy.compute_weights
+    if isinstance(patterns, Mapping):
+        _check_patterns(patterns, owned)
+    chosen: list[nn.Parameter] = []
+    others: dict[str, str] = {}
+    for parameter, fqns in names.items():
+        obstacle = _obstacle(module, parameter, fqns)
+        if isinstance(patterns, Mapping):
+            pattern = next((p for p in patterns for fqn in fqns if fnmatchcase(fqn, p)), None)
+            if pattern is None or patterns[pattern] is None:
+                obstacle = "compute_weights " + (
+                    "has no pattern for it" if pattern is None else f"says {pattern!r}: None"
+                )
+            elif obstacle is not None:
+                raise _named_in_vain(fqns[0], pattern, obstacle)
+        if obstacle is None:
+            chosen.append(parameter)
+        else:
+            others[fqns[0]] = obstacle
+    return Quantization(frozenset(chosen), others)
+
+
+def _obstacle(module: nn.Module, parameter: nn.Parameter, fqns: list[str]) -> str | None:
+    """Why ``parameter`` cannot be quantised; None: it can be."""
+    for fqn in fqns:
+        owner_fqn, _, name = fqn.rpartition(".")
+        owner = type(module.get_submodule(owner_fqn))
+        owner = getattr(owner, "_fsdp_original_class", owner)
+        if name != "weight" or owner.forward is not nn.Linear.forward:
+            return f"{fqn!r} is a {name} of {owner.__name__}, not the weight of an nn.Linear"
+    if not is_eligible(parameter.shape) or parameter.numel() == 0:
+        return f"its shape is {tuple(parameter.shape)}, not multiples of {BLOCK}"
+    if parameter.dtype not in SOURCE_DTYPES:
+        return f"its dtype is {parameter.dtype}, not one of {_DTYPES}"
+    return None
+
+
+def _named_in_vain(fqn: str, pattern: str, obstacle: str) -> ValueError:
+    return ValueError(
+        f"fully_shard: parameter {fqn!r} cannot compute in MXFP8, which compute_weights asks for "
+        f"with {pattern!r}: {obstacle}. Expected the weight of an nn.Linear, of one of {_DTYPES}, "
+        f"whose dims are multiples of {BLOCK}. Leave it out of compute_weights, say "
+        f'{{{fqn!r}: None, ...}} first, or pass compute_weights="mxfp8", which takes what can be'
+    )
+
+
+def _check_patterns(patterns: Mapping[str, str | None], owned: Mapping[str, nn.Parameter]) -> None:
+    for pattern in patterns:
+        if not any(fnmatchcase(fqn, pattern) for fqn in owned):
+            raise ValueError(
+                f"fully_shard: compute_weights has the pattern {pattern!r}, which is the name of "
+                f"no parameter that this call shards: {', '.join(owned) or 'none'}. Names are "
+                "those below the module that is sharded, and each call has a policy of its own"
+            )
+
+
+def _check_main_dtype(policy: MixedPrecisionPolicy) -> None:
+    dtype = policy.main_params_dtype
+    if dtype is not None and dtype not in SOURCE_DTYPES:
+        raise ValueError(
+            f"fully_shard: main_params_dtype={dtype} does not go with compute_weights="
+            f"{policy.compute_weights!r}: MXFP8 is quantised from one of {_DTYPES}. Use one of "
+            "these, or leave compute_weights out"
+        )
+
+
+def linear_forward(self: Any, input: torch.Tensor) -> torch.Tensor:
+    """``nn.Linear.forward`` of a module whose weight is quantised."""
+    slot: ParameterSlot = self._fsdp_slots["weight"]
+    if torch.compiler.is_compiling():
+        rowwise, columnwise = slot.planes
+        return linear_in_graph(
+            input,
+            self.bias,
+            slot.flat_leaf,
+            rowwise,
+            columnwise,
+            slot.group_name,
+            slot.index,
+            slot.count,
+        )
+    parameter = slot.group.parameters[slot.index]
+    if self._parameters["weight"] is not parameter.sharded:
+        # Replaced, for the time of a functional_call.
+        return F.linear(input, self.weight, self.bias)
+    return linear_with_planes(
+        input, parameter.unsharded, self.bias, slot.read_rowwise, slot.read_columnwise
+    )

@@ -1,0 +1,454 @@
+"""What users do with a model, with MXFP8 compute weights: each as the same model in one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from compile_fsdp import (
+    MixedPrecisionPolicy,
+    ShardLayout,
+    TensorAtomic,
+    fully_shard,
+    microbatch,
+)
+from compile_fsdp.runtime.collectives import recorded
+from compile_fsdp.runtime.placement import Placements
+from tests.distributed import distributed
+from tests.quantized import (
+    MXFP8,
+    Block,
+    Model,
+    Pair,
+    adamw,
+    batches,
+    gathered,
+    mesh_for,
+    reference_of,
+    shard,
+)
+from tests.training import drive, full
+
+DRIVERS = ["eager", "aot_eager"]
+BF16 = torch.bfloat16
+
+
+def pair(
+    driver: str = "eager",
+    *,
+    make: Callable[[], nn.Module] = Model,
+    compiling: Mapping[str, Any] | None = None,
+    announced: bool = True,
+    **sharding: Any,
+) -> Pair:
+    """A sharded model and its reference."""
+    model = make()
+    reference = reference_of(model)
+    shard(model, **sharding)
+    return Pair(model, drive(model, driver, **(compiling or {})), reference, announced=announced)
+
+
+# Gradients ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["zero1", "zero2", "zero3"])
+@distributed(2)
+def test_microbatches(mode: str) -> None:
+    both = pair(mode=mode)
+    for _ in range(2):
+        for number, tokens in enumerate(batches(2)):
+            with microbatch(both.model, number == 1):
+                both.backward(tokens)
+        both.step()
+    both.assert_parameters_equal()
+
+
+@distributed(4)
+def test_microbatches_on_two_axes() -> None:
+    both = pair("aot_eager", mode="hfsdp", shape=(2, 2))
+    for _ in range(2):
+        for number, tokens in enumerate(batches(2)):
+            with microbatch(both.model, number == 1):
+                both.backward(tokens)
+        both.step()
+    both.assert_parameters_equal()
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+@distributed(2)
+def test_gradients_accumulate_over_backwards(driver: str) -> None:
+    both = pair(driver)
+    for _ in range(2):
+        for tokens in batches(3):
+            both.backward(tokens)
+        both.step()
+    both.assert_parameters_equal()
+
+
+@distributed(2)
+def test_one_reduction_for_all_matrices_of_a_block() -> None:
+    model = shard(Model())
+    loss = model(batches(1)[0])
+    with recorded() as records:
+        loss.backward()
+    reductions = [each.label for each in records if each.kind == "reduce_scatter"]
+    assert len(reductions) == len(set(reductions)) == len(list(own_groups(model)))
+
+
+def own_groups(model: nn.Module) -> list[Any]:
+    return [group for group in model._fsdp_unit.context.groups() if group.gradient is not None]
+
+
+@distributed(2)
+def test_gradients_of_inputs_alone_leave_the_others() -> None:
+    block = Block()
+    reference = reference_of(block)
+    fully_shard(block, mesh_for("zero3", (2,))[0], None, MXFP8)
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    (found,) = torch.autograd.grad(block(x).sum(), x)
+    (expected,) = torch.autograd.grad(reference(x).sum(), x)
+    assert torch.equal(found, expected)
+    assert all(parameter.grad is None for parameter in block.parameters())
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+@distributed(2)
+def test_freezing_and_unfreezing(driver: str) -> None:
+    both = pair(driver)
+    for flag in (False, True):
+        for model in (both.model, both.reference):
+            model.get_submodule("blocks.0").requires_grad_(flag)
+        both.train(batches(2))
+
+
+@distributed(2)
+def test_a_frozen_layer_is_quantised_and_may_become_trainable() -> None:
+    model = Model()
+    model.blocks[0].up.weight.requires_grad_(False)
+    reference = reference_of(model)
+    both = Pair(shard(model), model, reference)
+    both.train(batches(1))
+    for each in (model, reference):
+        each.get_submodule("blocks.0.up").weight.requires_grad_(True)
+    both.train(batches(2))
+
+
+# Dtypes -------------------------------------------------------------------------------------------
+
+
+class ReferenceInBf16(nn.Module):
+    """A model in bf16 over fp32 weights that an optimizer updates: what is quantised is fp32."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.inner = reference_of(model).to(BF16)
+        self.main = reference_of(model).float()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        main = dict(self.main.named_parameters())
+        weights = {
+            name: main[name] if is_quantised(self.inner, name) else main[name].to(BF16)
+            for name, _ in self.inner.named_parameters()
+        }
+        return torch.func.functional_call(self.inner, weights, (tokens,))
+
+
+def is_quantised(model: nn.Module, name: str) -> bool:
+    owner, _, last = name.rpartition(".")
+    return last == "weight" and type(model.get_submodule(owner)).__name__ == "ReferenceLinear"
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+@pytest.mark.parametrize("mode", ["zero2", "zero3"])
+@distributed(2)
+def test_a_model_in_bf16_quantises_its_fp32_main_weights(mode: str, driver: str) -> None:
+    model = Model().to(BF16)
+    reference = ReferenceInBf16(model)
+    policy = MixedPrecisionPolicy(compute_weights="mxfp8", main_grads_dtype=torch.float32)
+    call = drive(shard(model, policy, mode), driver)
+    ours, theirs = adamw(model), torch.optim.AdamW(reference.main.parameters(), lr=1e-2)
+    for tokens in batches(3):
+        loss, expected = call(tokens), reference(tokens)
+        assert torch.equal(loss, expected)
+        loss.backward()
+        expected.backward()
+        for (name, mine), other in zip(
+            model.named_parameters(), reference.main.parameters(), strict=True
+        ):
+            assert torch.equal(full(mine.grad), other.grad), name
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    for mine, other in zip(model.parameters(), reference.main.parameters(), strict=True):
+        assert torch.equal(full(mine), other)
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+@distributed(2)
+def test_autocast(driver: str) -> None:
+    """Under autocast the product is computed in bf16, and gradients come back in fp32."""
+    model = Model()
+    results = []
+    for name in ("eager", driver):
+        copied = shard(copy.deepcopy(model))
+        call = drive(copied, name)
+        with torch.autocast("cpu", BF16):
+            loss = call(batches(1)[0])
+        loss.backward()
+        gradients = [full(each.grad) for each in copied.parameters()]
+        assert all(each.dtype == torch.float32 for each in gradients)
+        results.append([loss.detach(), *gradients])
+    for found, expected in zip(*results, strict=True):
+        assert torch.equal(found, expected)
+
+
+# Recomputation, evaluation -----------------------------------------------------------------------
+
+
+class PartsRecomputed(Model):
+    """What is recomputed is no module that was sharded by itself."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = block.norm(x)
+            x = x + checkpoint(self.feed_forward, block, hidden, use_reentrant=False)
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+    @staticmethod
+    def feed_forward(block: Block, x: torch.Tensor) -> torch.Tensor:
+        return block.down(F.gelu(block.up(x)))
+
+
+class Reentrant(Model):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+@pytest.mark.parametrize("make", [PartsRecomputed, Reentrant])
+@distributed(2)
+def test_recomputation_of_other_kinds(make: Callable[[], nn.Module]) -> None:
+    both = pair(make=make)
+    both.train(batches(2))
+    assert_nothing_left(both.model)
+
+
+@distributed(2)
+def test_recomputed_parts_in_a_graph() -> None:
+    both = pair("aot_eager", make=PartsRecomputed)
+    both.train(batches(2))
+    assert_nothing_left(both.model)
+
+
+def assert_nothing_left(model: nn.Module) -> None:
+    groups = list(model._fsdp_unit.context.groups())
+    assert not any(group.is_unsharded for group in groups)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("driver", DRIVERS)
+@distributed(2)
+def test_evaluation_reads_rowwise_planes_alone(driver: str, mode: Callable[[], Any]) -> None:
+    both = pair(driver)
+    both.train(batches(1))
+    with mode(), recorded() as records:
+        found = both.model(batches(1)[0])
+        assert torch.equal(found, both.reference(batches(1)[0]))
+    assert gathered(records, "rowwise") > 0
+    assert gathered(records, "columnwise") == 0
+    both.train(batches(2))
+
+
+# Weights ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("announced", [True, False])
+@pytest.mark.parametrize("mode", ["zero1", "zero3"])
+@distributed(2)
+def test_weights_written_by_hand(mode: str, announced: bool) -> None:
+    both = pair(mode=mode, announced=announced)
+    for tokens in batches(2):
+        both.train([tokens])
+        with torch.no_grad():
+            for model in (both.model, both.reference):
+                for parameter in model.parameters():
+                    parameter.mul_(0.5)
+    both.train(batches(1))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e-42])
+@distributed(2)
+def test_special_values(value: float) -> None:
+    """A NaN makes its block NaN, an infinity stays one, a number too small becomes zero: in one
+    process and in several."""
+    model = Model()
+    with torch.no_grad():
+        model.blocks[1].up.weight[37, 5] = value
+    reference = reference_of(model)
+    shard(model)
+    tokens = batches(1)[0]
+    found, expected = model(tokens), reference(tokens)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    found.backward()
+    expected.backward()
+    for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(full(mine.grad), other.grad, rtol=0, atol=0, equal_nan=True)
+
+
+@distributed(2)
+def test_a_deep_copy_has_planes_of_its_own() -> None:
+    both = pair()
+    both.train(batches(1))
+    copied = copy.deepcopy(both.model)
+    before = both.reference(batches(1)[0]).detach()
+    both.train(batches(2))
+    assert torch.equal(copied(batches(1)[0]), before)
+    with torch.no_grad():
+        for mine, other in zip(copied.parameters(), both.model.parameters(), strict=True):
+            mine.to_local().copy_(other.to_local())  # leaves no trace
+    assert torch.equal(copied(batches(1)[0]), both.reference(batches(1)[0]))
+
+
+@distributed(2)
+def test_a_weight_that_is_read_by_other_code_is_not_quantised() -> None:
+    """``module.weight`` inside a forward is the weight in full precision."""
+
+    class Reading(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList()
+            self.up = nn.Linear(32, 64, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.up(x).sum() + F.linear(x, self.up.weight).sum()
+
+    model = Reading()
+    reference = reference_of(model)
+    shard(model)
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    for driver in DRIVERS:
+        found = drive(model, driver)(x)
+        assert torch.equal(found, reference(x))
+        found.backward()
+        reference(x).backward()
+        assert torch.equal(full(model.up.weight.grad), reference.up.weight.grad)
+        for each in (model, reference):
+            each.zero_grad()
+
+
+@distributed(2)
+def test_other_values_by_functional_call() -> None:
+    """They are full tensors, which nothing is known of: they compute as they are."""
+    block = Block()
+    plain = copy.deepcopy(block)
+    fully_shard(block, mesh_for("zero3", (2,))[0], None, MXFP8)
+    x = torch.randn(4, 32)
+    values = {"up.weight": torch.randn(96, 32), "down.weight": torch.randn(32, 96)}
+    found = torch.func.functional_call(block, values, (x,))
+    assert torch.equal(found, torch.func.functional_call(plain, values, (x,)))
+
+
+# Layouts and options ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed", "whole tensors"])
+@distributed(4)
+def test_layouts(layout: str) -> None:
+    """The head has two blocks of 32 rows, for four ranks."""
+    model = Model()
+    reference = reference_of(model)
+    mesh, placements = mesh_for("zero3", (4,))
+    options: dict[str, Any] = {}
+    if layout == "packed":
+        options["shard_layout"] = ShardLayout.PACKED
+    elif layout == "whole tensors":
+        placements = Placements(("inner",), *[(TensorAtomic(),)] * 3)
+        options["parameter_to_owner"] = {each: n % 4 for n, each in enumerate(model.parameters())}
+    for block in model.blocks:
+        fully_shard(block, mesh, placements, MXFP8, **options)
+    fully_shard(model, mesh, placements, MXFP8, **options)
+    Pair(model, model, reference).train(batches(2))
+
+
+OPTIONS = [
+    {"prefetch": 0},
+    {"memory_budget": "unlimited"},
+    {"arena": True},
+    *(pytest.param(each, marks=pytest.mark.slow) for each in ({"prefetch": 3}, {"merge_below": 1})),
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@distributed(2)
+def test_options_of_the_backend(options: dict[str, Any]) -> None:
+    both = pair("aot_eager", compiling=options)
+    tokens = batches(3)
+    both.train(tokens[:2])
+    with recorded() as records:
+        both.backward(tokens[2])
+    both.step()
+    rowwise, columnwise = gathered(records, "rowwise"), gathered(records, "columnwise")
+    assert rowwise == columnwise > 0, "nothing that forward gathers serves backward"
+    assert_nothing_left(both.model)
+
+
+class Matrix(nn.Linear):
+    """Nothing else is gathered between two of them."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 32, bias=False)
+
+
+class Matrices(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Matrix() for _ in range(3))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = F.one_hot(tokens % 32, 32).float()
+        for block in self.blocks:
+            x = block(x).relu()
+        return x.square().mean()
+
+
+@distributed(2)
+def test_data_and_scales_of_small_groups_are_gathered_together() -> None:
+    both = pair("aot_eager", make=Matrices, compiling={"merge_below": "1MiB"})
+    both.train(batches(1))
+    with recorded() as records:
+        both.backward(batches(1)[0])
+    labels = [each.label for each in records if each.kind == "all_gather"]
+    first, second, third = (f"blocks.{number}:rowwise" for number in range(3))
+    assert "+".join([first, second, third]) in labels or "+".join([second, third]) in labels
+    both.step()
+    both.assert_parameters_equal()
+
+
+@distributed(2)
+def test_blocks_compiled_one_by_one_gather_ahead() -> None:
+    model = Model()
+    reference = reference_of(model)
+    shard(model)
+    for block in model.blocks:
+        block.compile(backend="compile_fsdp", options={"inner": "aot_eager"})
+    Pair(model, model, reference).train(batches(3))
+    assert_nothing_left(model)
+
+
+@distributed(2)
+def test_the_marker_runs_under_plain_backends() -> None:
+    model = Model()
+    reference = reference_of(model)
+    shard(model)
+    compiled = torch.compile(model, backend="aot_eager")
+    Pair(model, compiled, reference).train(batches(2))
