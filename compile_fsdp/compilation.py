@@ -27,8 +27,8 @@ from compile_fsdp.passes.show import show
 from compile_fsdp.passes.steps import Schedule
 from compile_fsdp.runtime.group_info import GroupInfo
 
-from .explanation import GraphBreak, ParameterGroup
-from .moves import parameter_group
+from .explanation import GraphBreak, ParameterGroup, WeightFormat
+from .moves import parameter_group, weight_formats
 from .torch_internals import compilation_in_progress, graph_break_of
 
 
@@ -89,6 +89,7 @@ class Compilation:
         where: the user's line that the graph starts with.
         graph_break: where and why Dynamo ended the graph; None where the program ended it.
         groups: the groups that it reads, in order of first read.
+        formats: in what formats their parameters compute, where that was asked for.
         graphs: grows as graphs are rewritten: the backward graph often when it first runs.
     """
 
@@ -101,6 +102,7 @@ class Compilation:
         self.groups: tuple[ParameterGroup, ...] = tuple(
             parameter_group(info) for info in groups.values()
         )
+        self.formats: tuple[WeightFormat, ...] = weight_formats(groups.values())
         self.graphs: list[RewrittenGraph] = []
 
     def observe(self, kind: GraphKind, before: str, schedule: Schedule, after: Graph) -> None:

@@ -91,5 +91,7 @@ def _shard_alike(module: nn.Module, unit: FsdpUnit, memo: dict[Any, Any]) -> Non
         }
         groups.append(group.sharded_alike(module, members))
     commit(module, tuple(groups), unit.context.device, unified=unit.context.unified)
-    context = cast(FsdpUnit, module.__dict__[UNIT_ATTRIBUTE]).context
+    copied = cast(FsdpUnit, module.__dict__[UNIT_ATTRIBUTE])
+    copied.unquantized.update(unit.unquantized)
+    context = copied.context
     context.zeros_missing_gradients = unit.context.zeros_missing_gradients

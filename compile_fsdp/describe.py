@@ -76,6 +76,7 @@ def explanation_of(
             if each.failed_guard is not None
         ),
         notes=tuple(_notes(calls)),
+        formats=tuple(dict.fromkeys(each for found in calls for each in found.formats)),
     )
 
 
@@ -248,7 +249,9 @@ def collective_totals(schedule: Schedule, groups: Groups) -> tuple[CollectiveTot
             continue
         key = (_kind(step, groups[step.names[0]]), lane_of(step), _axis(step, groups))
         count, total = totals.get(key, (0, 0))
-        totals[key] = (count + 1, total + size)
+        # Data and scales of planes are gathered one after the other.
+        apart = isinstance(step, Unshard) and bool(groups[step.group].planes)
+        totals[key] = (count + 1 + apart, total + size)
     return tuple(CollectiveTotal(*key, *total) for key, total in totals.items())
 
 

@@ -9,6 +9,7 @@
         memory        MemoryPoint        modelled bytes in use
         decisions     Decision           what was decided about groups, and why
         time          ModelledTime       totals by the cost model
+      formats       WeightFormat       which weights compute in MXFP8, and why others do not
       breaks        GraphBreak         where Dynamo ended a graph, and why
       recompiles    Recompile          which guard failed
 
@@ -45,6 +46,9 @@ class ParameterGroup:
         gather_axis, inner_axis, outer_axis: the mesh axes of its collectives, "+" between two;
             empty where there is none.
         inner_kind, outer_kind: what reduces gradients: ``"reduce_scatter"``, ``"all_reduce"``.
+        planes: ``"rowwise"`` or ``"columnwise"`` for the planes of MXFP8 weights, which a forward
+            or a backward gathers; else empty.
+        planes_of: name of the group whose weights these planes are quantised from.
     """
 
     name: str
@@ -62,6 +66,23 @@ class ParameterGroup:
     outer_axis: str = ""
     inner_kind: str = ""
     outer_kind: str = ""
+    planes: str = ""
+    planes_of: str = ""
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """In what format a parameter computes, where a policy's ``compute_weights`` was about it.
+
+    Attributes:
+        fqn: its first name.
+        format: ``"mxfp8"``, or empty: its own dtype.
+        reason: why it does not compute in MXFP8; empty where it does.
+    """
+
+    fqn: str
+    format: str
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -305,6 +326,7 @@ class Explanation:
         graphs: in the order in which they were compiled or first called.
         breaks, recompiles: what Dynamo did beside.
         notes: what is missing, and why; empty when nothing is.
+        formats: of the parameters of modules that were sharded with ``compute_weights``.
     """
 
     torch_version: str
@@ -314,6 +336,7 @@ class Explanation:
     breaks: tuple[GraphBreak, ...] = ()
     recompiles: tuple[Recompile, ...] = ()
     notes: tuple[str, ...] = ()
+    formats: tuple[WeightFormat, ...] = ()
 
     def __bool__(self) -> bool:
         """Whether any graph was seen."""

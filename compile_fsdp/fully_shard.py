@@ -75,8 +75,8 @@ def fully_shard(
             ``torch.compile(module)`` returned is taken for the module inside.
         mesh: the device mesh; ``placements.dp_axes`` name its data-parallel axes.
         placements: what is sharded over which axis. None: ZeRO-3 on a 1-D mesh, HSDP on a 2-D one.
-        mixed_precision_policy: dtypes of main weights and gradients. None: fp32 main weights,
-            gradients in the parameter's dtype.
+        mixed_precision_policy: dtypes of main weights and gradients, and which weights compute in
+            MXFP8. None: fp32 main weights, gradients in the parameter's dtype, no MXFP8.
         use_symm_mem: stage communication in NCCL's symmetric memory (True), where that can be had
             (``"if_available"``), or not. A model uses it where all of its calls say so.
         grad_scale: factor on every gradient contribution of these parameters.
@@ -94,7 +94,8 @@ def fully_shard(
             at all, one of its parameters is owned by another FSDP module, is lazy, sparse or a
             DTensor, or is on another device type than the mesh, the placements do not fit the
             mesh, the mesh's devices are not there or its process groups cannot communicate on
-            them, or there is no symmetric memory. The module is then exactly as before.
+            them, there is no symmetric memory, or a parameter cannot compute in MXFP8 that the
+            policy names. The module is then exactly as before.
     """
     check_types(module, mesh, placements, mixed_precision_policy)
     check_options(
@@ -140,6 +141,7 @@ def fully_shard(
         raise
     device = groups[0].device if groups else torch.device(mesh.device_type)
     commit(module, groups, device, unified=unify_communication_stream)
+    cast(FsdpUnit, module.__dict__[UNIT_ATTRIBUTE]).unquantized.update(quantized.others)
 
 
 @contextlib.contextmanager

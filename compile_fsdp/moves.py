@@ -2,39 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch.distributed.tensor import Placement, Replicate
 
 from compile_fsdp.runtime.group_info import GroupInfo
 from compile_fsdp.runtime.parameter_group import FsdpParameterGroup
 from compile_fsdp.runtime.placement import axis_names, is_sharded
+from compile_fsdp.runtime.planes import PlaneUnit
 from compile_fsdp.runtime.registry import registry
 
-from .explanation import ParameterGroup
+from .explanation import ParameterGroup, WeightFormat
 from .module import UNIT_ATTRIBUTE
+from .unit import FsdpUnit
 
 
 def parameter_group(info: GroupInfo) -> ParameterGroup:
     """A group as an explanation shows it; its collectives are read off the live group."""
     live = registry.lookup(info.name)
+    if isinstance(live, PlaneUnit):
+        return _planes(info, live)
     axes = ("", "", "")
     kinds = ("", "")
     prefix = ""
     if isinstance(live, FsdpParameterGroup):
-        gathered = [
-            str(name)
-            for name, placement in zip(
-                axis_names(live.mesh), live.model_weight.placements, strict=True
-            )
-            if is_sharded(placement) and info.gathers
-        ]
         inner = _inner(live)
         outer = _outer(live) if info.finishes_later else {}
-        axes = ("+".join(gathered), "+".join(inner), "+".join(outer))
+        axes = (_gathered(live, info), "+".join(inner), "+".join(outer))
         kinds = (_kind(inner), _kind(outer))
-        owner = live.owning_module.__dict__[UNIT_ATTRIBUTE].fqn
-        prefix = f"{owner}." if owner else ""
+        prefix = _prefix(live)
     return ParameterGroup(
         name=info.name,
         label=info.label,
@@ -52,6 +48,57 @@ def parameter_group(info: GroupInfo) -> ParameterGroup:
         inner_kind=kinds[0],
         outer_kind=kinds[1],
     )
+
+
+def _planes(info: GroupInfo, live: PlaneUnit) -> ParameterGroup:
+    prefix = _prefix(live.group)
+    return ParameterGroup(
+        name=info.name,
+        label=info.label,
+        fqns=tuple(tuple(prefix + name for name in names) for names in info.fqns),
+        shapes=info.shapes,
+        dtype="mxfp8",
+        gradient_dtype=_dtype(live.group.grad_comm_dtype),
+        trainable=live.group.requires_grad,
+        gather_bytes=info.full_bytes if info.gathers else 0,
+        reduce_bytes=0,
+        shard_bytes=info.local_numel,
+        gather_axis=_gathered(live.group, info),
+        planes="columnwise" if live.columnwise else "rowwise",
+        planes_of=live.group.name,
+    )
+
+
+def weight_formats(infos: Iterable[GroupInfo]) -> tuple[WeightFormat, ...]:
+    """What became of ``compute_weights``, of the modules that own these groups."""
+    found: list[WeightFormat] = []
+    owners: dict[FsdpUnit, None] = {}
+    for info in infos:
+        live = registry.lookup(info.name)
+        if not isinstance(live, FsdpParameterGroup):
+            continue
+        unit: FsdpUnit = live.owning_module.__dict__[UNIT_ATTRIBUTE]
+        prefix = _prefix(live)
+        if live.planes:
+            found += [WeightFormat(prefix + fqn, "mxfp8") for fqn in live.fqns]
+        if unit not in owners:
+            owners[unit] = None
+            found += [
+                WeightFormat(prefix + fqn, "", reason) for fqn, reason in unit.unquantized.items()
+            ]
+    return tuple(found)
+
+
+def _prefix(group: FsdpParameterGroup) -> str:
+    owner = group.owning_module.__dict__[UNIT_ATTRIBUTE].fqn
+    return f"{owner}." if owner else ""
+
+
+def _gathered(group: FsdpParameterGroup, info: GroupInfo) -> str:
+    """The mesh axes of its gathers."""
+    names = zip(axis_names(group.mesh), group.model_weight.placements, strict=True)
+    sharded = [str(name) for name, placement in names if is_sharded(placement)]
+    return "+".join(sharded) if info.gathers else ""
 
 
 def _inner(group: FsdpParameterGroup) -> dict[str, str]:

@@ -80,7 +80,8 @@ def _obstacle(module: nn.Module, parameter: nn.Parameter, fqns: list[str]) -> st
         owner = type(module.get_submodule(owner_fqn))
         owner = getattr(owner, "_fsdp_original_class", owner)
         if name != "weight" or owner.forward is not nn.Linear.forward:
-            return f"{fqn!r} is a {name} of {owner.__name__}, not the weight of an nn.Linear"
+            also = f", as {fqn!r}" if len(fqns) > 1 else ""
+            return f"it is the {name} of {owner.__name__}{also}, not the weight of an nn.Linear"
     if not is_eligible(parameter.shape) or parameter.numel() == 0:
         return f"its shape is {tuple(parameter.shape)}, not multiples of {BLOCK}"
     if parameter.dtype not in SOURCE_DTYPES:

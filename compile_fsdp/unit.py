@@ -32,6 +32,8 @@ class FsdpUnit:
         context: what the units of one root share.
         phase: RESTING, FORWARD or BACKWARD.
         forwards: how many of its forwards are on the Python stack.
+        unquantized: why parameters do not compute in the format that the policy asks for, by name
+            below this module; empty where it asks for none.
         run_as_forward: calls a function between the eager hooks; set by `eager.install_hooks`.
     """
 
@@ -43,6 +45,7 @@ class FsdpUnit:
         self.context = context
         self.phase = Phase.RESTING
         self.forwards = 0
+        self.unquantized: dict[str, str] = {}
         self._held: dict[GroupUnsharding, None] = {}
         self._versions: dict[FsdpParameter, int] = {}
 

@@ -18,9 +18,11 @@ class GroupUnsharding(GroupIdentity):
 
     Attributes:
         context: what the group shares with the others of its root, its lanes among it.
+        planes: what is quantised from its main weight, and gathered instead; empty: nothing.
     """
 
     context: GroupContext
+    planes: tuple[GroupUnsharding, ...] = ()
     _weights: Weights
     _unsharding: Unsharding
 
@@ -45,10 +47,14 @@ class GroupUnsharding(GroupIdentity):
             self.release_unsharded_storage()
         self._unsharding.sync()
         self.context.weights_are_new = True
+        for planes in self.planes:
+            planes.sync_model_weight_from_main_weight()
 
     def note_step(self) -> None:
         """A step that nobody announced may have written the main weight."""
         self._unsharding.maybe_stepped = True
+        for planes in self.planes:
+            planes.note_step()
 
     # Unshard and reshard -----------------------------------------------------------------------
 

@@ -92,6 +92,8 @@ class FsdpParameterGroup(GroupReduction):
         TypeError: an owner is not a number.
     """
 
+    planes: tuple[PlaneUnit, ...] = ()
+
     def __init__(
         self,
         owning_module: nn.Module,
@@ -168,7 +170,12 @@ class FsdpParameterGroup(GroupReduction):
         self._unsharding = Unsharding(self._weights, [each.sharded for each in self.parameters])
         self._trainability = Trainability(self.parameters)
         self._gradient = self._create_gradient() if self.requires_grad else None
-        self.planes = tuple(PlaneUnit(self, each) for each in (False, True) if quantized)
+        if quantized:
+            self.planes = self._make_planes()
+
+    def _make_planes(self) -> tuple[PlaneUnit, PlaneUnit]:
+        with allocating_in(self.staging):
+            return PlaneUnit(self, columnwise=False), PlaneUnit(self, columnwise=True)
 
     def rename(self, name: str, label: str, model: int = 0) -> None:
         """See `GroupIdentity.rename`; planes take their names from it."""
@@ -179,18 +186,6 @@ class FsdpParameterGroup(GroupReduction):
     def gathered_for(self, phase: Phase) -> GroupUnsharding:
         """What is gathered for ``phase``: this group, or the planes that linear layers read."""
         return self.planes[phase is Phase.BACKWARD] if self.planes else self
-
-    def sync_model_weight_from_main_weight(self) -> None:
-        """See `GroupUnsharding.sync_model_weight_from_main_weight`; planes as well."""
-        super().sync_model_weight_from_main_weight()
-        for planes in self.planes:
-            planes.sync_model_weight_from_main_weight()
-
-    def note_step(self) -> None:
-        """See `GroupUnsharding.note_step`; planes as well."""
-        super().note_step()
-        for planes in self.planes:
-            planes.note_step()
 
     # Construction ------------------------------------------------------------------------------
 

@@ -12,7 +12,8 @@ None is null, sizes are bytes::
       "graphs": [GraphExplanation with "steps": [PlannedStep], "spans": [Span],
                  "collectives": [CollectiveTotal], "memory": [MemoryPoint]],
       "breaks": [GraphBreak],
-      "recompiles": [Recompile]
+      "recompiles": [Recompile],
+      "formats": [WeightFormat]
     }
 
 The version changes when a field goes away or changes its meaning; readers must accept fields that

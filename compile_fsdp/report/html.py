@@ -44,6 +44,8 @@ def _parts(explanation: Explanation) -> Iterator[str]:
     if explanation.groups:
         rows = map(text.group_row, explanation.groups)
         yield _table("Parameter groups", text.GROUP_COLUMNS, rows, (1, 2))
+    if explanation.formats:
+        yield _section("Compute weights", text.format_lines(explanation))
     for graph in explanation.graphs:
         yield from _graph(graph)
     if explanation.breaks:

@@ -14,7 +14,7 @@ from . import text
 # What a line of the text says by how it begins, and the style that shows it. The first that fits.
 _STYLES = (
     (r"compile_fsdp on ", "bold"),
-    (r"graph \d+: |graph breaks$|recompiles$", "bold"),
+    (r"graph \d+: |graph breaks$|recompiles$|compute weights$", "bold"),
     (r"(group|  +#) ", "dim"),
     (r" +\d+  (unshard|gather_together) ", "cyan"),
     (r" +\d+  (reduce_inner|reduce_together) ", "magenta"),

@@ -29,6 +29,8 @@ def render(explanation: Explanation, *, graphs: str = "none") -> str:
     sections = [[title(explanation)], *([note] for note in explanation.notes)]
     if explanation.groups:
         sections.append(table([GROUP_COLUMNS, *map(group_row, explanation.groups)], (1, 2)))
+    if explanation.formats:
+        sections.append(["compute weights", *indented(format_lines(explanation))])
     sections += [_graph(graph, graphs) for graph in explanation.graphs]
     if explanation.breaks:
         sections.append(["graph breaks", *indented(break_lines(explanation.breaks))])
@@ -135,6 +137,31 @@ def group_row(group: ParameterGroup) -> tuple[str, ...]:
         group.dtype if group.trainable else f"{group.dtype}, frozen",
         short_fqns(tuple("=".join(names) for names in group.fqns), 4),
     )
+
+
+def format_lines(explanation: Explanation) -> Iterator[str]:
+    """Which parameters compute in MXFP8, what that saves, and why the others do not."""
+    groups = {group.name: group for group in explanation.groups}
+    quantized = [each.fqn for each in explanation.formats if each.format]
+    if quantized:
+        planes = [group for group in groups.values() if group.planes == "rowwise"]
+        sources = [groups[each.planes_of] for each in planes]
+        moved, instead = (sum(each.gather_bytes for each in some) for some in (planes, sources))
+        dtypes = " and ".join(dict.fromkeys(each.dtype for each in sources))
+        saved = (
+            f", gathered for each phase: {format_bytes(moved)} instead of {format_bytes(instead)} "
+            f"in {dtypes}"
+        )
+        yield f"in MXFP8{saved if moved else ''}:"
+        yield from indented(quantized)
+    reasons: dict[str, list[str]] = {}
+    for each in explanation.formats:
+        if not each.format:
+            reasons.setdefault(each.reason, []).append(each.fqn)
+    if reasons:
+        yield "not in MXFP8:"
+    for reason, fqns in reasons.items():
+        yield f"  {' '.join(fqns)}: {reason}"
 
 
 def short_fqns(fqns: Sequence[str], most: int = 2) -> str:
