@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Literal, cast
 
 import torch
@@ -111,7 +110,7 @@ def fully_shard(
     check_devices(owned, mesh)
 
     policy = mixed_precision_policy or MixedPrecisionPolicy()
-    quantized = quantization(module, owned, policy)
+    quantized = quantization(module, owned, policy, mesh_device(mesh))
     partition = _partition(owned, quantized.parameters)
     of_groups = [_group_placements(placements, members, dp_mesh) for members in partition]
     _make_communicators(dp_mesh, of_groups, unified=unify_communication_stream)
@@ -124,7 +123,7 @@ def fully_shard(
                 members,
                 dp_mesh,
                 *of_group,
-                replace(policy, compute_weights="mxfp8" if first in quantized.parameters else None),
+                policy.of_group(quantized=first in quantized.parameters),
                 grad_scale,
                 use_symm_mem,
                 parameter_to_owner,

@@ -51,7 +51,16 @@ class ParameterSlot:
     graph input for the whole group), its name, the tensor's index and whether it is trainable.
     """
 
-    __slots__ = ("count", "flat_leaf", "group", "group_name", "index", "planes", "trainable")
+    __slots__ = (
+        "count",
+        "flat_leaf",
+        "group",
+        "group_name",
+        "index",
+        "planes",
+        "scaled_matmul",
+        "trainable",
+    )
 
     def __init__(self, group: FsdpParameterGroup, index: int) -> None:
         self.group = group
@@ -62,6 +71,7 @@ class ParameterSlot:
         # The flat leaves of rowwise and columnwise planes; none where nothing is quantised.
         self.planes = tuple(planes.flat_leaf for planes in group.planes)
         self.count = len(group.parameters)
+        self.scaled_matmul = group.scaled_matmul
         group.when_trainable_changes(self._follow)
 
     def _follow(self) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from compile_fsdp.runtime.mixed_precision import MixedPrecisionPolicy
 from compile_fsdp.runtime.mxfp8 import BLOCK, SOURCE_DTYPES, is_eligible
 from compile_fsdp.runtime.quantized_linear import linear_in_graph, linear_with_planes
+from compile_fsdp.runtime.scaled_matmul import obstacle_to_scaled_matmul
 
 if TYPE_CHECKING:
     from .module import ParameterSlot
@@ -37,17 +38,23 @@ class Quantization:
 
 
 def quantization(
-    module: nn.Module, owned: Mapping[str, nn.Parameter], policy: MixedPrecisionPolicy
+    module: nn.Module,
+    owned: Mapping[str, nn.Parameter],
+    policy: MixedPrecisionPolicy,
+    device: torch.device,
 ) -> Quantization:
-    """Choose among the parameters ``owned``, by name below ``module``.
+    """Choose among the parameters ``owned``, by name below ``module``; they compute on ``device``.
 
     Raises:
         ValueError: main weights have a dtype that is not quantised; a parameter that the policy
-            names cannot be; the policy names none with one of its patterns.
+            names cannot be; the policy names none with one of its patterns; the device has no
+            products of quantised matrices, which the policy asks for.
     """
     if policy.compute_weights is None:
         return Quantization()
     _check_main_dtype(policy)
+    if policy.scaled_matmul:
+        _check_matmul(device)
     names: dict[nn.Parameter, list[str]] = {}
     for fqn, parameter in owned.items():
         names.setdefault(parameter, []).append(fqn)
@@ -118,6 +125,15 @@ def _check_main_dtype(policy: MixedPrecisionPolicy) -> None:
         )
 
 
+def _check_matmul(device: torch.device) -> None:
+    obstacle = obstacle_to_scaled_matmul(device)
+    if obstacle is not None:
+        raise ValueError(
+            f"fully_shard: scaled_matmul=True {obstacle}. Leave it out: weights are gathered in "
+            "MXFP8 all the same, and dequantised before products"
+        )
+
+
 def linear_forward(self: Any, input: torch.Tensor) -> torch.Tensor:
     """``nn.Linear.forward`` of a module whose weight is quantised."""
     slot: ParameterSlot = self._fsdp_slots["weight"]
@@ -132,11 +148,17 @@ def linear_forward(self: Any, input: torch.Tensor) -> torch.Tensor:
             slot.group_name,
             slot.index,
             slot.count,
+            scaled=slot.scaled_matmul,
         )
     parameter = slot.group.parameters[slot.index]
     if self._parameters["weight"] is not parameter.sharded:
         # Replaced, for the time of a functional_call.
         return F.linear(input, self.weight, self.bias)
     return linear_with_planes(
-        input, parameter.unsharded, self.bias, slot.read_rowwise, slot.read_columnwise
+        input,
+        parameter.unsharded,
+        self.bias,
+        slot.read_rowwise,
+        slot.read_columnwise,
+        scaled=slot.scaled_matmul,
     )

@@ -27,17 +27,22 @@ class MixedPrecisionPolicy:
             they are. A mapping says which, by patterns of their names below the module that is
             sharded: ``{"*.gate.weight": None, "mlp.*.weight": "mxfp8"}``. The first pattern that
             fits counts; what is named must be such a weight. None: no parameter does.
+        scaled_matmul: let the device multiply numbers in MXFP8 with those that ``compute_weights``
+            is about; activations, and their gradients, are quantised as well. Otherwise weights
+            are dequantised, and products computed in the dtype of the activations.
 
     Raises:
         TypeError: a dtype is neither None nor a floating-point ``torch.dtype``;
             ``compute_weights`` is neither None, a string nor a mapping.
-        ValueError: a value of ``compute_weights`` is neither None nor ``"mxfp8"``.
+        ValueError: a value of ``compute_weights`` is neither None nor ``"mxfp8"``, or
+            ``scaled_matmul`` is asked for without it.
     """
 
     main_params_dtype: torch.dtype | None = torch.float32
     main_grads_dtype: torch.dtype | None = None
     grad_comm_dtype: torch.dtype | None = None
     compute_weights: str | Mapping[str, str | None] | None = field(default=None, hash=False)
+    scaled_matmul: bool = False
 
     def __post_init__(self) -> None:
         for name in ("main_params_dtype", "main_grads_dtype", "grad_comm_dtype"):
@@ -64,6 +69,17 @@ class MixedPrecisionPolicy:
                 raise ValueError(
                     f'MixedPrecisionPolicy.compute_weights: expected None or "mxfp8", got {value!r}'
                 )
+        if self.scaled_matmul and asked is None:
+            raise ValueError(
+                'MixedPrecisionPolicy: scaled_matmul=True needs compute_weights="mxfp8", for it '
+                "multiplies weights in that format"
+            )
+
+    def of_group(self, *, quantized: bool) -> MixedPrecisionPolicy:
+        """This policy for a group whose parameters are all ``quantized``, or none of them."""
+        if quantized:
+            return replace(self, compute_weights="mxfp8")
+        return replace(self, compute_weights=None, scaled_matmul=False)
 
     def resolve(self, parameter_dtype: torch.dtype) -> ResolvedPrecision:
         """The dtypes of a group whose parameters have ``parameter_dtype``."""

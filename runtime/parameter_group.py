@@ -131,6 +131,7 @@ class FsdpParameterGroup(GroupReduction):
             mixed_precision_policy,
         )
         self._shard_layout = shard_layout
+        self.scaled_matmul = mixed_precision_policy.scaled_matmul
         quantized = mixed_precision_policy.compute_weights is not None
         if quantized:
             for original, (fqn, *_) in originals.items():

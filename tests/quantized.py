@@ -109,6 +109,17 @@ def shard(
 ) -> nn.Module:
     """Shard every block of ``model``, then the rest."""
     mesh, placements = mesh_for(mode, shape)
+    return shard_on(model, mesh, placements, policy, **options)
+
+
+def shard_on(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    placements: Placements | None = None,
+    policy: MixedPrecisionPolicy | None = MXFP8,
+    **options: Any,
+) -> nn.Module:
+    """As `shard`, on a mesh that is there."""
     for block in model.get_submodule("blocks").children():
         fully_shard(block, mesh, placements, policy, **options)
     fully_shard(model, mesh, placements, policy, **options)
