@@ -132,7 +132,11 @@ def build(world: World, options: Options, corpus: Corpus) -> Run:
     torch.manual_seed(options.seed)  # the same full weights everywhere, before each keeps a part
     model = Decoder(options.model).to(device=world.device, dtype=options.dtype)
     mesh = world.mesh()
-    policy = MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(
+        main_params_dtype=torch.float32,
+        main_grads_dtype=torch.float32,
+        compute_weights="mxfp8" if options.mxfp8 else None,
+    )
     for block in model.blocks:
         fully_shard(block, mesh, mixed_precision_policy=policy)
     fully_shard(model, mesh, mixed_precision_policy=policy)
@@ -284,13 +288,12 @@ def describe(run: Run) -> str:
     options, world, corpus = run.options, run.world, run.corpus
     parameters = sum(parameter.numel() for parameter in run.model.parameters())
     how = "eager" if options.eager else f"compiled with {options.inner}"
-    dtype = str(options.dtype).removeprefix("torch.")
     data = (len(corpus.train) + len(corpus.validation)) / 1e6
     tokens = options.batch_shape(world.size).tokens_per_step
     processes = "1 process" if world.size == 1 else f"{world.size} processes"
     return (
         f"{parameters / 1e6:.2f} M parameters sharded over {processes} on"
-        f" {world.device.type}, {dtype}, {how}\n"
+        f" {world.device.type}, {options.dtype_name}, {how}\n"
         f"{data:.1f} MB from {corpus.name} ({corpus.files} files), {tokens:,} tokens a step"
     )
 

@@ -45,6 +45,7 @@ class Options:
     clip: float
     seed: int
     dtype: torch.dtype
+    mxfp8: bool
     eager: bool
     inner: str
     checkpoint_every: int
@@ -55,6 +56,11 @@ class Options:
 
     def batch_shape(self, world_size: int) -> BatchShape:
         return BatchShape(self.batch, self.length, self.accumulate, world_size)
+
+    @property
+    def dtype_name(self) -> str:
+        name = str(self.dtype).removeprefix("torch.")
+        return f"{name}, weights in MXFP8" if self.mxfp8 else name
 
     def trajectory(self, world_size: int, data_digest: str) -> dict[str, object]:
         """Everything that the losses of a run follow from, apart from the model's sizes."""
@@ -69,7 +75,7 @@ class Options:
             "weight decay": self.weight_decay,
             "clip": self.clip,
             "seed": self.seed,
-            "dtype": str(self.dtype).removeprefix("torch."),
+            "dtype": self.dtype_name,
         }
 
 
@@ -140,6 +146,7 @@ def _parser() -> argparse.ArgumentParser:
         default="auto",
         help="of computation; the optimizer's weights are fp32 (auto: bf16 on CUDA, else fp32)",
     )
+    add("--mxfp8", action="store_true", help="linear layers compute with weights in MXFP8")
     add("--compile", dest="mode", action="store_const", const="compile", default="compile")
     add("--eager", dest="mode", action="store_const", const="eager", help="do not compile")
     add(
