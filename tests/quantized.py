@@ -7,7 +7,7 @@ one process holds, quantised along their rows for forward and along their column
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,9 +19,12 @@ from torch.utils.checkpoint import checkpoint
 from compile_fsdp import MixedPrecisionPolicy, Placements, fully_shard, fully_shard_optimizer
 from compile_fsdp.runtime.collectives import CollectiveRecord
 from compile_fsdp.runtime.mxfp8 import dequantize, is_eligible, quantize
-from tests.training import full
+from tests.training import drive, full
 
 WIDTH, VOCABULARY = 32, 64
+RECOMPUTES_IN_GRAPHS = torch.__version__ >= "2.13"
+"""Before, what a checkpointed ``autograd.Function`` returns is saved in compiled graphs."""
+
 MXFP8 = MixedPrecisionPolicy(compute_weights="mxfp8")
 
 
@@ -145,6 +148,7 @@ class Pair:
 
     Attributes:
         model: sharded.
+        call: runs it.
         reference: in this process.
     """
 
@@ -152,13 +156,13 @@ class Pair:
         self, model: nn.Module, call: Callable[..., Any], reference: nn.Module, **options: Any
     ) -> None:
         self.model, self.reference = model, reference
-        self._call = call
+        self.call = call
         self.optimizer = adamw(model, **options)
         self._other = torch.optim.AdamW(reference.parameters(), lr=1e-2)
 
     def backward(self, tokens: torch.Tensor) -> None:
         """A forward and a backward of both; the losses agree."""
-        loss, expected = self._call(tokens), self.reference(tokens)
+        loss, expected = self.call(tokens), self.reference(tokens)
         assert torch.equal(loss, expected)
         loss.backward()
         expected.backward()
@@ -201,3 +205,24 @@ def gathered(records: Iterable[CollectiveRecord], planes: str = "") -> int:
         for each in records
         if each.kind == "all_gather" and (not planes or f":{planes}" in each.label)
     )
+
+
+def pair(
+    driver: str = "eager",
+    *,
+    make: Callable[[], nn.Module] = Model,
+    compiling: Mapping[str, Any] | None = None,
+    announced: bool = True,
+    **sharding: Any,
+) -> Pair:
+    """A sharded model and its reference."""
+    model = make()
+    reference = reference_of(model)
+    shard(model, **sharding)
+    return Pair(model, drive(model, driver, **(compiling or {})), reference, announced=announced)
+
+
+def assert_nothing_left(model: nn.Module) -> None:
+    """No group and no planes of it are unsharded."""
+    groups = list(model._fsdp_unit.context.groups())
+    assert not any(group.is_unsharded for group in groups)

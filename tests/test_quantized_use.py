@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,13 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 from compile_fsdp import (
     MixedPrecisionPolicy,
-    ShardLayout,
-    TensorAtomic,
     fully_shard,
     microbatch,
 )
 from compile_fsdp.runtime.collectives import recorded
-from compile_fsdp.runtime.placement import Placements
 from tests.distributed import distributed
 from tests.quantized import (
     MXFP8,
@@ -28,9 +25,11 @@ from tests.quantized import (
     Model,
     Pair,
     adamw,
+    assert_nothing_left,
     batches,
     gathered,
     mesh_for,
+    pair,
     reference_of,
     shard,
 )
@@ -38,21 +37,6 @@ from tests.training import drive, full
 
 DRIVERS = ["eager", "aot_eager"]
 BF16 = torch.bfloat16
-
-
-def pair(
-    driver: str = "eager",
-    *,
-    make: Callable[[], nn.Module] = Model,
-    compiling: Mapping[str, Any] | None = None,
-    announced: bool = True,
-    **sharding: Any,
-) -> Pair:
-    """A sharded model and its reference."""
-    model = make()
-    reference = reference_of(model)
-    shard(model, **sharding)
-    return Pair(model, drive(model, driver, **(compiling or {})), reference, announced=announced)
 
 
 # Gradients ----------------------------------------------------------------------------------------
@@ -250,13 +234,15 @@ def test_recomputed_parts_in_a_graph() -> None:
     assert_nothing_left(both.model)
 
 
-def assert_nothing_left(model: nn.Module) -> None:
-    groups = list(model._fsdp_unit.context.groups())
-    assert not any(group.is_unsharded for group in groups)
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("driver", DRIVERS)
+@pytest.mark.parametrize(
+    ("driver", "mode"),
+    [
+        ("eager", torch.no_grad),
+        ("eager", torch.inference_mode),
+        ("aot_eager", torch.no_grad),
+        pytest.param("aot_eager", torch.inference_mode, marks=pytest.mark.slow),
+    ],
+)
 @distributed(2)
 def test_evaluation_reads_rowwise_planes_alone(driver: str, mode: Callable[[], Any]) -> None:
     both = pair(driver)
@@ -356,99 +342,3 @@ def test_other_values_by_functional_call() -> None:
     values = {"up.weight": torch.randn(96, 32), "down.weight": torch.randn(32, 96)}
     found = torch.func.functional_call(block, values, (x,))
     assert torch.equal(found, torch.func.functional_call(plain, values, (x,)))
-
-
-# Layouts and options ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("layout", ["padded", "packed", "whole tensors"])
-@distributed(4)
-def test_layouts(layout: str) -> None:
-    """The head has two blocks of 32 rows, for four ranks."""
-    model = Model()
-    reference = reference_of(model)
-    mesh, placements = mesh_for("zero3", (4,))
-    options: dict[str, Any] = {}
-    if layout == "packed":
-        options["shard_layout"] = ShardLayout.PACKED
-    elif layout == "whole tensors":
-        placements = Placements(("inner",), *[(TensorAtomic(),)] * 3)
-        options["parameter_to_owner"] = {each: n % 4 for n, each in enumerate(model.parameters())}
-    for block in model.blocks:
-        fully_shard(block, mesh, placements, MXFP8, **options)
-    fully_shard(model, mesh, placements, MXFP8, **options)
-    Pair(model, model, reference).train(batches(2))
-
-
-OPTIONS = [
-    {"prefetch": 0},
-    {"memory_budget": "unlimited"},
-    {"arena": True},
-    *(pytest.param(each, marks=pytest.mark.slow) for each in ({"prefetch": 3}, {"merge_below": 1})),
-]
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@distributed(2)
-def test_options_of_the_backend(options: dict[str, Any]) -> None:
-    both = pair("aot_eager", compiling=options)
-    tokens = batches(3)
-    both.train(tokens[:2])
-    with recorded() as records:
-        both.backward(tokens[2])
-    both.step()
-    rowwise, columnwise = gathered(records, "rowwise"), gathered(records, "columnwise")
-    assert rowwise == columnwise > 0, "nothing that forward gathers serves backward"
-    assert_nothing_left(both.model)
-
-
-class Matrix(nn.Linear):
-    """Nothing else is gathered between two of them."""
-
-    def __init__(self) -> None:
-        super().__init__(32, 32, bias=False)
-
-
-class Matrices(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Matrix() for _ in range(3))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = F.one_hot(tokens % 32, 32).float()
-        for block in self.blocks:
-            x = block(x).relu()
-        return x.square().mean()
-
-
-@distributed(2)
-def test_data_and_scales_of_small_groups_are_gathered_together() -> None:
-    both = pair("aot_eager", make=Matrices, compiling={"merge_below": "1MiB"})
-    both.train(batches(1))
-    with recorded() as records:
-        both.backward(batches(1)[0])
-    labels = [each.label for each in records if each.kind == "all_gather"]
-    first, second, third = (f"blocks.{number}:rowwise" for number in range(3))
-    assert "+".join([first, second, third]) in labels or "+".join([second, third]) in labels
-    both.step()
-    both.assert_parameters_equal()
-
-
-@distributed(2)
-def test_blocks_compiled_one_by_one_gather_ahead() -> None:
-    model = Model()
-    reference = reference_of(model)
-    shard(model)
-    for block in model.blocks:
-        block.compile(backend="compile_fsdp", options={"inner": "aot_eager"})
-    Pair(model, model, reference).train(batches(3))
-    assert_nothing_left(model)
-
-
-@distributed(2)
-def test_the_marker_runs_under_plain_backends() -> None:
-    model = Model()
-    reference = reference_of(model)
-    shard(model)
-    compiled = torch.compile(model, backend="aot_eager")
-    Pair(model, compiled, reference).train(batches(2))
