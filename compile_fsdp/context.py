@@ -184,7 +184,7 @@ class FsdpContext(GroupContext):
         """Prefetched for somebody who never came, or kept by a forward for one."""
         for group in self.groups():
             if group.is_unsharded and not group.is_held and (also_kept or not group.is_kept):
-                group.reshard_parameters()
+                group.reshard_alone()
 
     def _drop_on_demand(self, groups: Iterable[GroupUnsharding]) -> None:
         for group in [each for each in groups if each in self._on_demand]:

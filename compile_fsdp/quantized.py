@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from compile_fsdp.runtime.mixed_precision import MixedPrecisionPolicy
 from compile_fsdp.runtime.mxfp8 import BLOCK, SOURCE_DTYPES, is_eligible
@@ -86,9 +87,11 @@ def _obstacle(module: nn.Module, parameter: nn.Parameter, fqns: list[str]) -> st
         owner_fqn, _, name = fqn.rpartition(".")
         owner = type(module.get_submodule(owner_fqn))
         owner = getattr(owner, "_fsdp_original_class", owner)
+        also = f", as {fqn!r}" if len(fqns) > 1 else ""
         if name != "weight" or owner.forward is not nn.Linear.forward:
-            also = f", as {fqn!r}" if len(fqns) > 1 else ""
             return f"it is the {name} of {owner.__name__}{also}, not the weight of an nn.Linear"
+        if issubclass(owner, NonDynamicallyQuantizableLinear):
+            return f"nn.MultiheadAttention reads it itself{also}"
     if not is_eligible(parameter.shape) or parameter.numel() == 0:
         return f"its shape is {tuple(parameter.shape)}, not multiples of {BLOCK}"
     if parameter.dtype not in SOURCE_DTYPES:

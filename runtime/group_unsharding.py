@@ -44,8 +44,12 @@ class GroupUnsharding(GroupIdentity):
         that a forward kept are older than the step, and released.
         """
         if self.is_kept:
-            self.release_unsharded_storage()
-        self._unsharding.sync()
+            self._unsharding.release(self.context.lanes.gather)
+        if self.planes:
+            # Who reads the weight itself, which is rare, writes it then.
+            self._unsharding.maybe_stepped = True
+        else:
+            self._unsharding.sync()
         self.context.weights_are_new = True
         for planes in self.planes:
             planes.sync_model_weight_from_main_weight()
@@ -67,9 +71,17 @@ class GroupUnsharding(GroupIdentity):
         """Start gathering the full parameters on the gather lane; idempotent while unsharded.
 
         Refreshes a stale model weight first. Returns at once: `wait_for_unshard` orders compute
-        behind the gather. ``phase`` names what the ready event is recorded for.
+        behind the gather. ``phase`` names what the ready event is recorded for; of a quantised
+        group, which planes are gathered (None: the parameters themselves).
         """
-        self._unshard(phase, None)
+        if self.planes and phase is not None:
+            self.gathered_for(phase).unshard_parameters(phase)
+        else:
+            self._unshard(phase, None)
+
+    def gathered_for(self, phase: Phase) -> GroupUnsharding:
+        """What is gathered for ``phase``: this group, or the planes that linear layers read."""
+        return self.planes[phase is Phase.BACKWARD] if self.planes else self
 
     @profiled("unshard")
     def _unshard(self, phase: Phase | None, place: Place | None) -> Gathered:
@@ -100,6 +112,9 @@ class GroupUnsharding(GroupIdentity):
         Raises:
             RuntimeError: nothing was unsharded.
         """
+        if self.planes and phase is not None:
+            self.gathered_for(phase).wait_for_unshard(phase, full)
+            return
         if not self.is_unsharded:
             raise RuntimeError(
                 f"parameter group {self.label or self.name!r}: wait_for_unshard was called while "
@@ -107,22 +122,33 @@ class GroupUnsharding(GroupIdentity):
             )
         self._unsharding.wait(phase, full)
 
-    @profiled("reshard")
     def reshard_parameters(self) -> None:
-        """Return to shards: the full parameters lose their storage, whoever holds them."""
+        """Return to shards: full parameters, and planes, lose their storage, whoever holds them."""
+        self.reshard_alone()
+        for planes in self.planes:
+            planes.reshard_parameters()
+
+    @profiled("reshard")
+    def reshard_alone(self) -> None:
+        """`reshard_parameters` without planes."""
         self._unsharding.forget_holders()
         if self.is_unsharded:
-            self.release_unsharded_storage()
+            self._unsharding.release(self.context.lanes.gather)
 
     def release_unsharded_storage(self, *, rowwise_only: bool = False) -> None:
         """Resize the gathered buffer to zero, ordered after the compute issued so far.
 
         Views that autograd saved stay valid objects; they come back to life with the next
-        unshard. ``rowwise_only`` is for quantised groups, which have planes to tell apart; here
-        there is one plane, and it keeps its storage.
+        unshard.
+
+        Args:
+            rowwise_only: nothing but the rowwise planes of a quantised group; another group has
+                no planes to tell apart, and keeps its storage.
         """
         if not rowwise_only:
             self._unsharding.release(self.context.lanes.gather)
+        for planes in self.planes[: 1 if rowwise_only else None]:
+            planes.release_unsharded_storage()
 
     def acquire(self, phase: Phase | None = None, place: Place | None = None) -> torch.Tensor:
         """Unshard, and hold: they stay until as many `drop` calls.

@@ -371,7 +371,7 @@ def _wait_reductions(tokens: Sequence[torch.Tensor], groups: Sequence[str]) -> N
             context.end_of_backward()
     for live in lives:
         if live.is_kept:  # the backward that it was kept for did without it
-            live.reshard_parameters()
+            live.reshard_alone()
 
 
 def _returns_nothing(*arguments: Any) -> None: ...

@@ -28,7 +28,6 @@ from .group_arguments import (
 )
 from .group_info import GroupInfo, describe
 from .group_reduction import GroupReduction
-from .group_unsharding import GroupUnsharding
 from .layout import make_layout
 from .main_gradient import MainGradient
 from .memory import Memory
@@ -184,9 +183,10 @@ class FsdpParameterGroup(GroupReduction):
         for planes in self.planes:
             planes.follow_name()
 
-    def gathered_for(self, phase: Phase) -> GroupUnsharding:
-        """What is gathered for ``phase``: this group, or the planes that linear layers read."""
-        return self.planes[phase is Phase.BACKWARD] if self.planes else self
+    @property
+    def is_rowwise_unsharded(self) -> bool:
+        """Whether rowwise planes are gathered (a gather may still be in flight)."""
+        return any(each.gathers and each.is_unsharded for each in self.planes[:1])
 
     # Construction ------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from compile_fsdp.runtime.collectives import CollectiveRecord, recorded
 from compile_fsdp.runtime.context import GroupContext
 from compile_fsdp.runtime.group_info import GroupInfo
 from compile_fsdp.runtime.mxfp8 import dequantize, quantize
-from compile_fsdp.runtime.parameter_group import FsdpParameterGroup
+from compile_fsdp.runtime.parameter_group import FsdpParameterGroup, Phase
 from compile_fsdp.runtime.placement import is_sharded
 from compile_fsdp.runtime.planes import PlaneUnit
 from compile_fsdp.runtime.quantized_linear import linear_in_graph
@@ -201,3 +201,45 @@ def test_a_forward_gathers_half_the_bytes_of_bf16() -> None:
         assert sent <= 0.53 * 2 * 2 * WIDTH * HIDDEN
         assert planes.info.full_bytes == sent
     assert dist.get_world_size() == 2
+
+
+@distributed(2)
+def test_a_group_by_itself_gathers_what_a_phase_reads() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    group = ShardedBlock(Block(), "block", Placements.zero3(mesh), mesh).group
+    rowwise, columnwise = group.planes
+    with recorded() as records:
+        group.unshard_parameters(Phase.FORWARD)
+        group.wait_for_unshard(Phase.FORWARD)
+    assert gathers(records) == ["rowwise"]
+    assert group.is_rowwise_unsharded and not columnwise.is_unsharded and not group.is_unsharded
+    with recorded() as records:
+        group.unshard_parameters(Phase.BACKWARD)
+        group.unshard_parameters(Phase.BACKWARD)
+        group.wait_for_unshard(Phase.BACKWARD)
+    assert gathers(records) == ["columnwise"]
+    group.release_unsharded_storage(rowwise_only=True)
+    assert not group.is_rowwise_unsharded and columnwise.is_unsharded
+    with pytest.raises(RuntimeError, match="wait_for_unshard was called while"):
+        group.wait_for_unshard(Phase.FORWARD)
+    group.unshard_parameters()
+    group.wait_for_unshard()
+    assert group.is_unsharded and not rowwise.is_unsharded
+    group.reshard_parameters()
+    assert not any(each.is_unsharded for each in (group, *group.planes))
+
+
+@distributed(2)
+def test_a_step_writes_the_weight_itself_only_for_who_reads_it() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    block = Block().to(torch.bfloat16)
+    group = ShardedBlock(block, "block", Placements.zero3(mesh), mesh).group
+    group.unshard_parameters()
+    group.reshard_parameters()
+    before = group.model_weight.local.clone()
+    with torch.no_grad():
+        group.main_weight.local.mul_(2.0)
+    group.sync_model_weight_from_main_weight()
+    assert torch.equal(group.model_weight.local, before)
+    group.unshard_parameters()
+    assert torch.equal(group.model_weight.local, group.main_weight.local.to(torch.bfloat16))

@@ -75,6 +75,15 @@ def test_linear_layers_that_compute_otherwise_are_left_alone() -> None:
         assert quantized_in(model) == ["1.weight"]
 
 
+def test_what_attention_reads_itself_is_left_alone() -> None:
+    with fake_world(2):
+        attention = nn.MultiheadAttention(32, 4)
+        fully_shard(attention, cpu_mesh(), None, MXFP8)
+        assert quantized_in(attention) == []
+        reason = attention._fsdp_unit.unquantized["out_proj.weight"]
+        assert reason == "nn.MultiheadAttention reads it itself"
+
+
 @pytest.mark.parametrize("shard_placement", [Shard(0), BlockAtomic(7), BlockAtomic(48)])
 @pytest.mark.parametrize("ranks", [2, 5, 64])
 def test_every_layout_holds_blocks_of_32_rows(shard_placement: Shard, ranks: int) -> None:
