@@ -121,6 +121,8 @@ class FlatStep:
             stretch.leave(optimizer)
         for group, parameters in self._inside:
             group["params"] = parameters
+            if not self._joined:
+                continue
             # Which of them were joined differs between ranks, and whoever saves state goes through
             # it in order.
             for parameter in parameters:

@@ -139,17 +139,21 @@ class _StepHooks:
         self._local_step = local_step
         self._flat_step = flat_step
         self._original_gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._marked: tuple[torch.Tensor, ...] = ()
 
-    @staticmethod
-    def mark_synced(optimizer: torch.optim.Optimizer) -> None:
+    def mark_synced(self, optimizer: torch.optim.Optimizer) -> None:
         """Tell the groups which parameters' steps refresh their model weights."""
+        parameters = tuple(_parameters(optimizer))
+        if list(map(id, parameters)) == list(map(id, self._marked)):
+            return
+        self._marked = parameters
         groups: dict[FsdpParameterGroup, list[torch.Tensor]] = {}
-        for parameter in _parameters(optimizer):
+        for parameter in parameters:
             group = get_containing_parameter_group(parameter)
             if group is not None:
                 groups.setdefault(group, []).append(parameter)
-        for group, parameters in groups.items():
-            group.refreshed_by_steps(parameters)
+        for group, members in groups.items():
+            group.refreshed_by_steps(members)
 
     def before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -13,6 +13,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import from_dlpack
 
+from compile_fsdp.runtime.modes import without_autograd
+
 __all__ = ["Lease", "new_like", "put_into"]
 
 
@@ -20,7 +22,7 @@ def new_like(value: Any) -> torch.Tensor | None:
     """Memory for ``value``, of its shape and strides; None where it is no tensor."""
     if not isinstance(value, torch.Tensor):
         return None
-    with torch.inference_mode(False), torch.no_grad():
+    with without_autograd():
         return torch.empty_strided(
             value.shape, value.stride(), dtype=value.dtype, device=value.device
         )
@@ -28,7 +30,7 @@ def new_like(value: Any) -> torch.Tensor | None:
 
 def put_into(memory: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Copy ``value`` into ``memory``, one of `new_like`, and return it."""
-    with torch.inference_mode(False), torch.no_grad():
+    with without_autograd():
         _without_repetition(memory).copy_(_without_repetition(value))
     return memory
 

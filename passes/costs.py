@@ -36,6 +36,7 @@ class DeviceCosts:
         bandwidth: of its memory, bytes/s.
         memory: bytes of its memory, None when unknown.
         start: seconds to start one kernel.
+        reductions: how many packed gradients are held at most once the next reduction has started.
     """
 
     name: str
@@ -43,6 +44,7 @@ class DeviceCosts:
     bandwidth: float
     memory: int | None = None
     start: float = 0.0
+    reductions: int = 2
 
     def rate(self, dtype: str) -> float:
         """FLOP/s of matrix multiplications in ``dtype``."""
@@ -180,7 +182,14 @@ def cost_model(name: str) -> CostModel:
     rates, bandwidth, memory, start = hardware.DEVICES[device]
     return CostModel(
         name=f"{device}+{between}",
-        device=DeviceCosts(device, tuple(sorted(rates.items())), bandwidth, memory, start),
+        device=DeviceCosts(
+            device,
+            tuple(sorted(rates.items())),
+            bandwidth,
+            memory,
+            start,
+            hardware.REDUCTIONS.get(device, hardware.USUAL_REDUCTIONS),
+        ),
         in_node=LinkCosts(*hardware.LINKS[usual[0]]),
         between_nodes=LinkCosts(*hardware.LINKS[between]),
         start=hardware.COLLECTIVE_START.get(usual[0], hardware.USUAL_COLLECTIVE_START),

@@ -94,6 +94,7 @@ class GraphFacts:
             so rank-dependent: nothing that orders or counts collectives may depend on them.
         kept: groups that a forward graph keeps unsharded for its backward graph, and that the
             backward graph takes over.
+        packs_in_place: the compiler has gradients computed in the buffer that is reduced.
     """
 
     kind: GraphKind
@@ -104,6 +105,7 @@ class GraphFacts:
     gradient_outputs: tuple[int, ...] = ()
     nodes: tuple[NodeFacts, ...] = ()
     kept: tuple[str, ...] = ()
+    packs_in_place: bool = False
 
     @property
     def is_backward(self) -> bool:

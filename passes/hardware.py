@@ -90,3 +90,8 @@ USUAL_LINKS: dict[str, tuple[str, str]] = {
 # Seconds that a collective takes beside its hops and bytes.
 COLLECTIVE_START = {"gloo": 60 * US}
 USUAL_COLLECTIVE_START = 8.4 * US
+
+# Packed gradients that are held at most once the next reduction has started: on a device the host
+# waits for none, and on CPU the lane finishes one before it starts the next.
+REDUCTIONS = {"cpu": 1}
+USUAL_REDUCTIONS = 2

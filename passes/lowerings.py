@@ -14,6 +14,10 @@ unless it sees a mutation. Two lowerings tell it what it cannot know:
     its place in the order already (seen on torch 2.13): a LayerNorm's read of its weight came
     after the weight's release. Evaluating them first puts them where the graph has them.
 
+``reduce_inner``
+    What it reduces is one flat buffer. Inductor gets to make it, and has each gradient computed in
+    its place there: a matrix product writes it once, and nobody copies it.
+
 Importing this module imports Inductor, so only a compilation imports it.
 """
 
@@ -24,7 +28,15 @@ from typing import Any
 
 import torch
 
-from .torch_internals import declare_aligned, evaluate_reads_of, exclude_from_reuse, lower_opaque_op
+from compile_fsdp.runtime.registry import registry
+
+from .torch_internals import (
+    declare_aligned,
+    evaluate_reads_of,
+    exclude_from_reuse,
+    lower_opaque_op,
+    packed_into_one,
+)
 
 
 @functools.cache
@@ -41,7 +53,17 @@ def register() -> None:
         evaluate_reads_of(full)
         return call(full, *args)
 
+    def reduce_inner(call: Any, gradients: Any, group: str, indices: Any, after: Any) -> Any:
+        info = registry.lookup(group).info
+        offsets = [info.offsets[index] for index in indices]
+        numel, dtype = info.full_numel, info.grad_comm_dtype
+        packed = packed_into_one(gradients, offsets, numel, dtype)
+        # The reduction reads it for longer than the graph knows.
+        exclude_from_reuse(packed)
+        return call([packed], group, indices, after, True)
+
     ops = torch.ops.compile_fsdp
+    lower_opaque_op(ops.reduce_inner.default, reduce_inner)
     lower_opaque_op(ops.unshard.default, unshard)
     lower_opaque_op(ops.wait.default, mutate)
     lower_opaque_op(ops.release.default, mutate)

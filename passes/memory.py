@@ -3,41 +3,74 @@
     activations   results of nodes, until their last use; saved ones until the graph's end
     gathered      unsharded parameters, from the gather to the release (kept ones: to the end)
     gradients     packed full gradients on their way into a reduction, and those that wait for
-                  others to be reduced with
+                  others to be reduced with; where the compiler packs in place, from the first one
 
 Position ``p`` stands for the time while node ``p`` runs, the steps before it issued.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from .estimates import MemoryCurve
 from .facts import GraphFacts, GroupFacts, NodeFacts
 from .steps import Keep, ReduceInner, ReduceTogether, Release, Step, Unshard
 
-REDUCTIONS_IN_FLIGHT = 2
-"""The runtime holds so many packed gradients; the next reduction waits for the oldest."""
-
 
 def memory_curve(
-    steps: Sequence[Step], facts: GraphFacts, groups: Mapping[str, GroupFacts]
+    steps: Sequence[Step], facts: GraphFacts, groups: Mapping[str, GroupFacts], in_flight: int
 ) -> MemoryCurve:
-    """The live bytes of a graph that follows ``steps``."""
+    """The live bytes of a graph that follows ``steps``.
+
+    ``in_flight``: so many packed gradients are held; the next reduction waits for the oldest.
+    """
     size = len(facts.names)
+    in_place = _packed_in_place(steps, facts)
     return MemoryCurve(
-        activations=activations(facts.nodes, size),
+        activations=filled(
+            size, [*_results(facts.nodes), *_not_by_themselves(in_place, facts, groups)]
+        ),
         gathered=filled(size, _gathered(steps, facts, groups)),
-        gradients=filled(size, [*_packed(steps, size, groups), *_held(steps, facts, groups)]),
+        gradients=filled(
+            size, [*_packed(steps, size, groups, in_place, in_flight), *_held(steps, facts, groups)]
+        ),
         state=sum(group.state_bytes for group in groups.values()),
     )
 
 
 def activations(nodes: Sequence[NodeFacts], size: int) -> tuple[int, ...]:
     """Bytes of the nodes' own results, by position."""
+    return filled(size, _results(nodes))
+
+
+def _results(nodes: Sequence[NodeFacts]) -> Iterator[tuple[int, int, int]]:
     intervals = ((at, node.last + 1, node.allocates) for at, node in enumerate(nodes))
-    return filled(size, (row for row in intervals if row[2]))
+    return (row for row in intervals if row[2])
+
+
+def _packed_in_place(steps: Sequence[Step], facts: GraphFacts) -> Mapping[str, tuple[int, ...]]:
+    """Of each group whose gradients are computed where they are reduced from, their positions."""
+    found: dict[str, list[int]] = {}
+    if facts.packs_in_place:
+        alone = {step.group for step in steps if isinstance(step, ReduceInner)}
+        for use in facts.gradients:
+            if use.group in alone:
+                found.setdefault(use.group, []).append(use.position)
+    return {group: tuple(sorted(set(positions))) for group, positions in found.items()}
+
+
+def _not_by_themselves(
+    in_place: Mapping[str, Sequence[int]], facts: GraphFacts, groups: Mapping[str, GroupFacts]
+) -> Iterator[tuple[int, int, int]]:
+    """What the gradients' own memory is counted too much. One in another dtype than the packed ones
+    is there until it has been cast."""
+    for group, positions in in_place.items():
+        cast = groups[group].reduce_bytes != groups[group].gather_bytes
+        for position in positions:
+            node = facts.nodes[position] if facts.nodes else NodeFacts()
+            if node.allocates and position + cast <= node.last:
+                yield position + cast, node.last + 1, -node.allocates
 
 
 def _gathered(
@@ -57,13 +90,21 @@ def _gathered(
 
 
 def _packed(
-    steps: Sequence[Step], size: int, groups: Mapping[str, GroupFacts]
+    steps: Sequence[Step],
+    size: int,
+    groups: Mapping[str, GroupFacts],
+    in_place: Mapping[str, Sequence[int]],
+    in_flight: int,
 ) -> list[tuple[int, int, int]]:
     reductions = [step for step in steps if isinstance(step, ReduceInner | ReduceTogether)]
-    done = [step.anchor for step in reductions[REDUCTIONS_IN_FLIGHT:]]
-    done += [size] * REDUCTIONS_IN_FLIGHT
+    done = [step.anchor for step in reductions[in_flight:]]
+    done += [size] * in_flight
     return [
-        (step.anchor, until + 1, sum(groups[name].reduce_bytes for name in step.names))
+        (
+            min(in_place.get(step.names[0], [step.anchor])),
+            until + 1,
+            sum(groups[name].reduce_bytes for name in step.names),
+        )
         for step, until in zip(reductions, done, strict=False)
     ]
 

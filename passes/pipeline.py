@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -70,6 +70,7 @@ class PassOptions:
         whole_model: ``groups`` are all groups of the model: nothing else of it runs between a
             forward and its backward.
         captures: takes the compiled graphs over, to capture and repeat their runs.
+        packs_in_place: the compiler has gradients computed in the buffer that is reduced.
     """
 
     groups: Mapping[str, GroupInfo]
@@ -78,6 +79,7 @@ class PassOptions:
     observer: Observer | None = None
     whole_model: bool = False
     captures: Captures | None = None
+    packs_in_place: bool = False
 
     def prepare(self, joint: Graph) -> None:
         """`prepare_joint_graph` with these options."""
@@ -86,7 +88,14 @@ class PassOptions:
     def rewrite(self, graph: Graph, kind: GraphKind) -> None:
         """`rewrite` one graph with these options."""
         before = "" if self.observer is None else listing(graph)
-        schedule = rewrite(graph, self.groups, self.policy, kind=kind, verify=self.verify)
+        schedule = rewrite(
+            graph,
+            self.groups,
+            self.policy,
+            kind=kind,
+            verify=self.verify,
+            packs_in_place=self.packs_in_place,
+        )
         publish(before, schedule, graph)
         if self.observer is not None:
             self.observer(kind, before, schedule, graph)
@@ -114,6 +123,7 @@ def rewrite(
     *,
     kind: GraphKind | None = None,
     verify: bool = True,
+    packs_in_place: bool = False,
 ) -> Schedule:
     """Replace the parameter markers of ``graph`` by scheduled communication, in place.
 
@@ -123,6 +133,7 @@ def rewrite(
         policy: what the user asked of the schedule.
         kind: which graph it is; None looks at its inputs, and takes inference for forward.
         verify: prove the result right.
+        packs_in_place: see `PassOptions`.
 
     Returns:
         The schedule that the graph follows now; without steps, the graph is as before.
@@ -135,10 +146,11 @@ def rewrite(
     clone_escaping_views(graph)
     uses = find_uses(graph, groups, kind)
     check_gradients(graph, uses)
-    schedule = plan(uses.facts, group_facts(groups), policy, keeping_noted(graph))
+    facts = replace(uses.facts, packs_in_place=packs_in_place)
+    schedule = plan(facts, group_facts(groups), policy, keeping_noted(graph))
     write_schedule(graph, uses, groups, schedule)
     if verify:
-        verify_graph(graph, uses.facts, groups, schedule)
+        verify_graph(graph, facts, groups, schedule)
     graph.lint()
     return schedule
 
@@ -187,7 +199,9 @@ def compile_with_inductor(
     from .inductor import CapturedGraphs, PlanOnly, with_passes
 
     lowerings.register()
-    options = PassOptions(groups, policy, verify, observer, whole_model, captures)
+    options = PassOptions(
+        groups, policy, verify, observer, whole_model, captures, packs_in_place=True
+    )
     plan_only_compiler = PlanOnly() if plan_only else None
     patches = with_passes(options, config_patches or {}, plan_only_compiler)
     if captures is not None and not plan_only:

@@ -100,7 +100,7 @@ def plan(
         steps=steps,
         facts=facts,
         groups=known,
-        memory=memory_curve(steps, facts, known),
+        memory=memory_curve(steps, facts, known, policy.costs.device.reductions),
         timeline=timeline(steps, facts, known, policy.costs),
         budget=policy.budget_bytes,
         keeping=keeping,

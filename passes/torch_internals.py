@@ -172,6 +172,49 @@ def evaluate_reads_of(buffer: Any) -> None:
     V.graph.mark_buffer_mutated(buffer.get_name())
 
 
+def packed_into_one(
+    pieces: Sequence[Any], offsets: Sequence[int], numel: int, dtype: torch.dtype
+) -> Any:
+    """One flat buffer of the graph that is being lowered, with each piece at its offset.
+
+    Args:
+        pieces: values in Inductor's form; those of another dtype are cast.
+        offsets: in elements, one for each piece; contiguous pieces do not overlap.
+        numel: elements of the buffer. What no piece covers is uninitialised.
+        dtype: of the buffer.
+
+    A piece whose memory layout is still open is computed where it belongs; others are copied there.
+    That is how Inductor lowers ``torch.cat``, whose pieces must lie side by side and agree in all
+    sizes but one; matrices of a flat buffer do not.
+    """
+    from torch._inductor.ir import (
+        ConcatKernel,
+        FixedLayout,
+        FlexibleLayout,
+        ReinterpretView,
+        StorageBox,
+        TensorBox,
+    )
+    from torch._inductor.lowering import to_dtype
+    from torch._inductor.virtualized import V
+
+    device = pieces[0].get_device()
+    parts: list[Any] = []
+    kernel = ConcatKernel(name=None, layout=FixedLayout(device, dtype, [numel], [1]), inputs=parts)
+    whole = StorageBox(kernel)
+    for piece, offset in zip(pieces, offsets, strict=True):
+        size = piece.get_size()
+        strides = FlexibleLayout.contiguous_strides(size)
+        place = ReinterpretView(
+            data=whole, layout=FixedLayout(device, dtype, size, strides, offset)
+        )
+        parts.append(ConcatKernel.realize_into(to_dtype(piece, dtype), place))
+    kernel.name = V.graph.register_buffer(kernel)
+    kernel.inputs = ConcatKernel.unwrap_storage(parts)
+    V.graph.register_operation(kernel)
+    return TensorBox(whole)
+
+
 SIZE_HINT = 512
 """What a symbolic size counts as where an estimate needs a number; see `hinted_size`."""
 

@@ -8,7 +8,7 @@ graph. What is kept between them is not decided here: it changes no fact but ``k
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.fx import GraphModule
@@ -74,7 +74,8 @@ def trace_step(
     def reader(kind: GraphKind) -> Any:
         def read(graph_module: GraphModule, _: Sequence[Any]) -> Any:
             clone_escaping_views(graph_module.graph)
-            graphs.append(find_uses(graph_module.graph, groups, kind).facts)
+            facts = find_uses(graph_module.graph, groups, kind).facts
+            graphs.append(replace(facts, packs_in_place=decompose))
             return boxed(_not_to_be_run)
 
         return read

@@ -10,8 +10,9 @@ avoided:
 - Its reduce-scatter takes 1.3 to 3 times as long as an all-to-all and a local sum, for buffers of
   16 KiB to 16 MiB: the latter is used.
 - Its all-gather takes 0.9 to 2 times as long as one broadcast for each rank, all in flight
-  together and straight into the output, and fails on unequal parts: broadcasts are used, for
-  equal parts up to 8 ranks. (An uneven all-to-all would need a copy of the input for each rank.)
+  together and straight into the output, and fails on unequal parts: broadcasts are used, but not
+  for equal parts of little (32 KiB: twice as fast; 256 KiB: as fast) or of more than 8 ranks. (An
+  uneven all-to-all would need a copy of the input for each rank.)
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from compile_fsdp.runtime import symmetric_memory
 from compile_fsdp.runtime.agreement import Step
 from compile_fsdp.runtime.announcing import Works, in_agreement
+from compile_fsdp.runtime.modes import without_autograd
 from compile_fsdp.runtime.streams import Lane, Waitable
 
 __all__ = ["CollectiveRecord", "all_gather", "all_reduce", "recorded", "reduce_scatter"]
@@ -45,6 +47,9 @@ _all_to_all_single: Callable[..., Waitable | None] = dist.all_to_all_single
 
 # The number of broadcasts in flight for one gather of equal parts on gloo.
 _MOST_BROADCASTS = 8
+
+# Bytes of a full buffer up to which gloo's own gather of equal parts is the faster one.
+_SMALL_GATHER = 256 * 1024
 
 
 @dataclass(frozen=True)
@@ -109,14 +114,15 @@ def all_gather(
     if group.size() == 1 or output.numel() == 0:
         _copy_unless_same(lane, output, input)
         return
-    parts = list(output.split(list(sizes)))
-
     on_cuda = output.device.type == "cuda"
     even = len(set(sizes)) == 1
+    few = output.numel() * output.element_size() <= _SMALL_GATHER
+    by_one = even and (on_cuda or few or group.size() > _MOST_BROADCASTS)
 
     def start() -> Waitable | None:
-        if even and (on_cuda or group.size() > _MOST_BROADCASTS):
+        if by_one:
             return _all_gather_single(output, input, group=group, async_op=True)
+        parts = list(output.split(list(sizes)))
         if on_cuda:
             return _all_gather(parts, input, group=group, async_op=True)
         return _broadcast_each(parts, input, group)
@@ -167,12 +173,12 @@ def reduce_scatter(
         _reduce_scatter_by_all_to_all(lane, output, input, group, sizes, average, depends, label)
         return
     op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-    parts = list(input.split(list(sizes)))
     even = len(set(sizes)) == 1
 
     def start() -> Waitable | None:
         if even:
             return _reduce_scatter_single(output, input, op=op, group=group, async_op=True)
+        parts = list(input.split(list(sizes)))
         return _reduce_scatter(output, parts, op=op, group=group, async_op=True)
 
     lane.collective(
@@ -246,7 +252,7 @@ def _broadcast_each(
 ) -> Waitable:
     own = parts[group.rank()]
     if not _same_memory(own, input):
-        with torch.inference_mode(False), torch.no_grad():
+        with without_autograd():
             own.copy_(input)
     works: list[Waitable] = []
     for rank, part in enumerate(parts):
@@ -269,14 +275,15 @@ def _reduce_scatter_by_all_to_all(
     label: str,
 ) -> None:
     ranks = group.size()
+    # Without a list of sizes gloo has less to do; equal parts it works out itself.
+    given = [output.numel()] * ranks
+    lists = (None, None) if given == list(sizes) else (given, list(sizes))
     received = lane.memory.empty(
         ranks * output.numel(), input.dtype, input.device, owner=f"received {label}", lane=lane
     )
 
     def start() -> Waitable | None:
-        return _all_to_all_single(
-            received, input, [output.numel()] * ranks, list(sizes), group=group, async_op=True
-        )
+        return _all_to_all_single(received, input, *lists, group=group, async_op=True)
 
     def add_up() -> None:
         parts = received.view(ranks, output.numel())
@@ -329,7 +336,7 @@ def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _without_autograd(fn: Callable[[], object]) -> Callable[[], None]:
     def call() -> None:
         # A lane is drained by whoever waits, under whatever mode that caller is in.
-        with torch.inference_mode(False), torch.no_grad():
+        with without_autograd():
             fn()
 
     return call

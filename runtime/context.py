@@ -23,6 +23,7 @@ from .dbuffer import DBuffer
 from .host_state import Uncapturable
 from .memory import Memory
 from .merging import gather_together, reduce_together
+from .modes import without_autograd
 from .process_groups import GATHER, REDUCE_INNER, REDUCE_OUTER, UNIFIED
 from .streams import Event, Lane, make_lane
 from .symmetric_memory import StagingPool
@@ -155,7 +156,7 @@ class GroupContext:
         self, contributions: Mapping[FsdpParameterGroup, Mapping[int, torch.Tensor]]
     ) -> None:
         """Reduce the gradients of several groups, by tensor index, with one inner reduction."""
-        with torch.inference_mode(False), torch.no_grad():
+        with without_autograd():
             together = not self.zeros_missing_gradients and len(contributions) > 1
             if together and all(group.context is self for group in contributions):
                 sent = reduce_together(self.lanes.reduce_inner, contributions)
@@ -189,13 +190,17 @@ class GroupContext:
 
         ``sent`` belongs to the compute stream and is read by the reduction lane, so it is kept
         until compute has waited for what is on the lane now: that happens when the next but one
-        reduction starts, which bounds what is held to two packed buffers.
+        reduction starts, which bounds what is held to two packed buffers. (On CPU it has waited
+        when the next one starts, see `streams`.)
         """
         self._reduced.update(dict.fromkeys(groups))
         self._in_flight.append((self.lanes.reduce_inner.record_event(), sent))
-        while len(self._in_flight) > 2:
-            event, oldest = self._in_flight.popleft()
+        while self._in_flight:
+            event, oldest = self._in_flight[0]
+            if len(self._in_flight) <= 2 and not event.has_passed:
+                break
             event.wait()
+            self._in_flight.popleft()
             self._give_back(oldest)
         if not self.is_driven:
             self.wait_for_reductions()

@@ -25,6 +25,7 @@ from torch.utils.dlpack import from_dlpack
 
 from compile_fsdp.runtime.geometry import Geometry
 from compile_fsdp.runtime.layout import GlobalLayout, make_layout
+from compile_fsdp.runtime.modes import without_autograd
 from compile_fsdp.runtime.placement import (
     ShardAxes,
     ShardLayout,
@@ -34,7 +35,6 @@ from compile_fsdp.runtime.placement import (
     strictest_shard,
 )
 from compile_fsdp.runtime.redistribute import redistribute
-from compile_fsdp.runtime.row_dtensor import dtensor_of
 from compile_fsdp.runtime.streams import Lane
 
 __all__ = ["DBuffer"]
@@ -167,7 +167,7 @@ class DBuffer:
             shard_layout=shard_layout,
             alignment=alignment,
         )
-        with torch.inference_mode(False), torch.no_grad():
+        with without_autograd():
             for index, tensor in enumerate(tensors):
                 if not tensor.is_meta:
                     piece = buffer.get_local_tensor(index)
@@ -184,7 +184,7 @@ class DBuffer:
         """A copy in ``dtype``; this very buffer when it has that dtype already."""
         if dtype == self.dtype:
             return self
-        with torch.inference_mode(False), torch.no_grad():
+        with without_autograd():
             local = self.local.to(dtype)
         return self.like(self.placements, local)
 
@@ -205,7 +205,7 @@ class DBuffer:
                     "view only narrows, to the same or a sharded placement; use redistribute()"
                 )
         start, stop = geometry.segment
-        with torch.inference_mode(False), torch.no_grad():
+        with without_autograd():
             local = self.local[start - self.segment[0] : stop - self.segment[0]]
         return self.like(placements, local)
 
@@ -248,6 +248,13 @@ class DBuffer:
         start, stop, shape = self._geometry.piece(index)
         return self.local[start:stop].view(shape)
 
+    def get_local_tensors(self, indices: Sequence[int]) -> list[torch.Tensor]:
+        """`get_local_tensor` of each of ``indices``, in fewer calls where they are most tensors."""
+        if 2 * len(indices) < len(self.tensor_shapes):
+            return [self.get_local_tensor(index) for index in indices]
+        pieces = self._geometry.pieces_of(self.local)
+        return [pieces[index] for index in indices]
+
     def get_dtensor(self, index: int, *, own_storage: bool = False) -> DTensor:
         """A DTensor over `get_local_tensor`, of the full shape and these placements.
 
@@ -259,18 +266,16 @@ class DBuffer:
         """
         if not own_storage:
             return self.get_dtensors((index,))[0]
-        with torch.inference_mode(False), torch.no_grad():
+        with without_autograd():
             local = self.get_local_tensor(index)
             local = from_dlpack(local) if local.numel() else torch.empty_like(local)
-            return dtensor_of(local, self._geometry.spec(index, self.dtype))
+            return self._geometry.dtensors((index,), [local], self.dtype)[0]
 
     def get_dtensors(self, indices: Sequence[int]) -> list[DTensor]:
         """`get_dtensor` of each of ``indices``."""
-        with torch.inference_mode(False), torch.no_grad():
-            return [
-                dtensor_of(self.get_local_tensor(index), self._geometry.spec(index, self.dtype))
-                for index in indices
-            ]
+        with without_autograd():
+            locals_ = self.get_local_tensors(indices)
+            return self._geometry.dtensors(tuple(indices), locals_, self.dtype)
 
     def shard_tensor(self, index: int, full: torch.Tensor) -> DTensor:
         """``full``, a full value of tensor ``index``, as a DTensor distributed like this buffer.
@@ -278,10 +283,10 @@ class DBuffer:
         In this buffer's dtype and on its device, in new memory. No communication: every rank
         passes the same value.
         """
-        with torch.inference_mode(False), torch.no_grad():
+        with without_autograd():
             part = self.part_of(index, full).to(self.device, self.dtype, copy=True)
             local = part.view(self.get_local_tensor(index).shape)
-            return dtensor_of(local, self._geometry.spec(index, self.dtype))
+            return self._geometry.dtensors((index,), [local], self.dtype)[0]
 
     @property
     def has_storage(self) -> bool:
@@ -325,9 +330,23 @@ class DBuffer:
 
     # Others of the same kind.
 
-    def check_placements(self, placements: Sequence[Placement]) -> None:
-        """Raise TypeError or ValueError unless a buffer like this one may have ``placements``."""
-        self._geometry.at(placements)
+    def changed_axes(self, placements: tuple[Placement, ...]) -> tuple[int, ...]:
+        """The mesh axes on which ``placements`` differ from this buffer's, outermost first.
+
+        Raises:
+            TypeError, ValueError: A buffer like this one cannot have ``placements``.
+        """
+        return self._geometry.changed_axes(placements)
+
+    def is_like(self, other: DBuffer, placements: tuple[Placement, ...]) -> bool:
+        """Whether this is what ``other.like(placements)`` would be, as far as identities tell."""
+        return (
+            self.placements is placements
+            and self.layout is other.layout
+            and self.mesh is other.mesh
+            and self.dtype is other.dtype
+            and self.device == other.device
+        )
 
     def local_numel(self, placements: Sequence[Placement]) -> int:
         """Elements that this rank would hold at ``placements``."""
@@ -356,7 +375,7 @@ class DBuffer:
 
     def _new_local(self) -> torch.Tensor:
         # A buffer made under inference mode could never be written by training.
-        with torch.inference_mode(False), torch.no_grad():
+        with without_autograd():
             return torch.empty(self._geometry.numel, dtype=self.dtype, device=self.device)
 
     def _checked(self, local: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement
+from torch.distributed.tensor import DTensor, Placement
 
 from compile_fsdp.runtime.dtensor import make_spec
 from compile_fsdp.runtime.layout import GlobalLayout
@@ -21,11 +21,16 @@ from compile_fsdp.runtime.placement import (
     ShardAxes,
     axis_names,
     check_placements,
+    differing_axes,
     strictest_shard,
 )
-from compile_fsdp.runtime.torch_internals import DTensorSpec
+from compile_fsdp.runtime.row_dtensor import RowDTensor
+from compile_fsdp.runtime.torch_internals import DTensorSpec, dtensors_over, unflatten
 
 __all__ = ["Geometry"]
+
+# Tuples of placements that are recognised by identity: the buffers of a group have few.
+_MOST_RECOGNISED = 64
 
 Piece = tuple[int, int, tuple[int, ...]]
 
@@ -62,19 +67,44 @@ class Geometry:
         # Made when first asked for.
         self._pieces: dict[int, Piece] = {}
         self._specs: dict[tuple[int, torch.dtype], DTensorSpec] = {}
+        self._lists_of_specs: dict[tuple[tuple[int, ...], torch.dtype], list[DTensorSpec]] = {}
         self._sizes: dict[int, list[int]] = {}
         self._others: list[Geometry] = [self]
+        self._recognised: dict[int, tuple[tuple[Placement, ...], Geometry]] = {}
+        self._changed: dict[int, tuple[tuple[Placement, ...], tuple[int, ...]]] = {}
+        self._cut: _Cut | None = None
 
     def at(self, placements: Sequence[Placement]) -> Geometry:
         """The geometry of other ``placements`` on the same mesh and layout."""
         wanted = tuple(placements)
+        recognised = self._recognised.get(id(wanted))
+        if recognised is not None and recognised[0] is wanted:
+            return recognised[1]
         for known in self._others:
-            if known.placements is wanted or _equal(known.placements, wanted):
-                return known
-        other = Geometry(self.mesh, wanted, self.layout)
-        self._others.append(other)
-        other._others = self._others
-        return other
+            if _equal(known.placements, wanted):
+                break
+        else:
+            known = Geometry(self.mesh, wanted, self.layout)
+            self._others.append(known)
+            known._others, known._recognised = self._others, self._recognised
+        if len(self._recognised) < _MOST_RECOGNISED:
+            self._recognised[id(wanted)] = (wanted, known)
+        return known
+
+    def changed_axes(self, placements: tuple[Placement, ...]) -> tuple[int, ...]:
+        """The mesh axes on which ``placements`` differ from these, outermost first.
+
+        Raises:
+            TypeError, ValueError: ``placements`` are illegal.
+        """
+        known = self._changed.get(id(placements))
+        if known is not None and known[0] is placements:
+            return known[1]
+        self.at(placements)
+        changed = differing_axes(self.placements, placements)
+        if len(self._changed) < _MOST_RECOGNISED:
+            self._changed[id(placements)] = (placements, changed)
+        return changed
 
     def segment_on(self, axes: ShardAxes) -> tuple[int, int]:
         """``(start, stop)`` of this rank's segment where ``axes`` cut the buffer."""
@@ -104,12 +134,29 @@ class Geometry:
         there."""
         return self._pieces.get(index) or self._find_piece(index)
 
-    def spec(self, index: int, dtype: torch.dtype) -> DTensorSpec:
-        """What DTensors over tensor ``index`` know about themselves.
+    def pieces_of(self, local: torch.Tensor) -> list[torch.Tensor]:
+        """This rank's rows of every tensor in ``local``, aliasing it."""
+        if self._cut is None:
+            self._cut = _Cut([self.piece(index) for index in range(len(self.layout.tensor_shapes))])
+        return self._cut.apply(local)
+
+    def dtensors(
+        self, indices: tuple[int, ...], locals_: Sequence[torch.Tensor], dtype: torch.dtype
+    ) -> list[DTensor]:
+        """DTensors over ``locals_``, this rank's rows of the tensors in ``indices``.
 
         Raises:
-            ValueError: The tensor is 0-D and the buffer cut, or the layout cuts rows (``Flat``).
+            ValueError: A tensor is 0-D and the buffer cut, or the layout cuts rows (``Flat``).
         """
+        specs = self._lists_of_specs.get((indices, dtype))
+        if specs is None:
+            specs = [self._spec(index, dtype) for index in indices]
+            if len(indices) == len(self.layout.tensor_shapes):
+                self._lists_of_specs[indices, dtype] = specs
+        return dtensors_over(locals_, specs, RowDTensor if self.shard_axes.axes else DTensor)
+
+    def _spec(self, index: int, dtype: torch.dtype) -> DTensorSpec:
+        """What DTensors over tensor ``index`` know about themselves."""
         spec = self._specs.get((index, dtype))
         if spec is None:
             shape = self.layout.tensor_shapes[index]
@@ -147,6 +194,37 @@ class Geometry:
                 f"not divide the layout's {self.layout.num_shards} segments; make the "
                 "layout for all axes that any buffer of the group shards"
             )
+
+
+class _Cut:
+    """How to take a flat tensor to pieces by one call.
+
+    Args:
+        pieces: ``(start, stop)`` and shape of each.
+    """
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self._pieces = pieces
+        # torch cuts without gaps, and by the shapes of tensors, of which it needs no values.
+        self._shapes: list[torch.Tensor] = []
+        self._numbers: dict[int, int] = {}
+        end = 0
+        order = sorted(range(len(pieces)), key=lambda index: pieces[index][0])
+        for index in (index for index in order if pieces[index][1] > pieces[index][0]):
+            start, stop, shape = pieces[index]
+            if start > end:
+                self._shapes.append(torch.empty(start - end, device="meta"))
+            self._numbers[index] = len(self._shapes)
+            self._shapes.append(torch.empty(shape, device="meta"))
+            end = stop
+
+    def apply(self, local: torch.Tensor) -> list[torch.Tensor]:
+        """The pieces of ``local``, aliasing it."""
+        cut = unflatten(local, self._shapes)
+        return [
+            cut[self._numbers[index]] if index in self._numbers else local[:0].view(shape)
+            for index, (_, _, shape) in enumerate(self._pieces)
+        ]
 
 
 def _equal(one: tuple[Placement, ...], other: tuple[Placement, ...]) -> bool:

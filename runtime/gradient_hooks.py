@@ -19,7 +19,12 @@ from torch import nn
 
 from .dbuffer import DBuffer
 from .streams import Lane
-from .torch_internals import gradient_hooks, post_accumulate_hooks
+from .torch_internals import (
+    gradient_hooks,
+    hook_tables,
+    post_accumulate_hook_tables,
+    post_accumulate_hooks,
+)
 
 
 class _Guard:
@@ -46,6 +51,8 @@ class GradientHooks:
         self._fqns = tuple(fqns)
         self._accumulated: dict[int, None] = {}
         self._guarded: set[int] = set()
+        # Where the hooks of each parameter are, to see at a glance that there are none of users.
+        self._tables = hook_tables(parameters)
 
     def guard(self, prepare: Callable[[int], None]) -> None:
         """Call ``prepare(index)`` before autograd itself adds to the ``.grad`` of a parameter."""
@@ -53,6 +60,7 @@ class GradientHooks:
             if parameter.requires_grad and index not in self._guarded:
                 self._guarded.add(index)
                 parameter.register_hook(_Guard(prepare, index))
+        self._tables = hook_tables(self._parameters)
 
     def _users_hooks(self, index: int) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:
         hooks = gradient_hooks(self._parameters[index])
@@ -67,6 +75,9 @@ class GradientHooks:
 
     def on(self, indices: Sequence[int]) -> list[int]:
         """Those of ``indices`` whose parameters users have hung a hook on that sees gradients."""
+        tables = hook_tables(self._parameters)
+        if tables == self._tables and sum(map(len, filter(None, tables))) == len(self._guarded):
+            return []
         return [index for index in indices if self._users_hooks(index)]
 
     def see(self, reduced: DBuffer, hooked: Sequence[int], lane: Lane) -> None:
@@ -95,6 +106,8 @@ class GradientHooks:
 
     def note(self, indices: Sequence[int]) -> bool:
         """Remember whose gradients have grown; True if a hook must run for one of them."""
+        if not any(post_accumulate_hook_tables(self._parameters)):
+            return False
         waiting = [index for index in indices if post_accumulate_hooks(self._parameters[index])]
         self._accumulated.update(dict.fromkeys(waiting))
         return bool(waiting)

@@ -21,7 +21,7 @@ from .placement import (
 )
 
 if TYPE_CHECKING:
-    from .parameter_group import FsdpParameterGroup
+    from .group_reduction import GroupReduction
 
 
 def owners_of(
@@ -85,7 +85,7 @@ def legal_placements(
     return whole_rows[0], whole_rows[1], whole_rows[2]
 
 
-def check_partial(partial: DBuffer, group: FsdpParameterGroup) -> None:
+def check_partial(partial: DBuffer, group: GroupReduction) -> None:
     """Raise ValueError unless ``partial`` is a full gradient buffer of ``group``."""
     for what, expected, found in (
         ("layout", group.layout, partial.layout),

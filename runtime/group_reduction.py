@@ -3,20 +3,24 @@ weights, and gradients that are packed, reduced and accumulated."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Placement
 
 from .dbuffer import DBuffer
 from .group_arguments import check_partial
 from .group_unsharding import GroupUnsharding
+from .layout import GlobalLayout
 from .main_gradient import MainGradient, pack_gradients, take_gradients
+from .modes import without_autograd
 from .profiling import profiled
-from .torch_internals import in_backward, will_accumulate
+from .symmetric_memory import StagingPool
+from .torch_internals import in_backward, will_accumulate, zero_each
 from .weights import GroupWeights
 
 if TYPE_CHECKING:
@@ -28,6 +32,8 @@ class GroupReduction(GroupUnsharding):
 
     Attributes:
         mesh: the data-parallel mesh.
+        layout: where each tensor is in the buffers.
+        staging: where buffers of reductions must come from; None: anywhere.
         device: where the buffers live.
         grad_scale: factor on every gradient contribution.
         grad_comm_dtype: dtype in which gradients are reduced.
@@ -37,6 +43,8 @@ class GroupReduction(GroupUnsharding):
     """
 
     mesh: DeviceMesh
+    layout: GlobalLayout
+    staging: StagingPool | None
     device: torch.device
     grad_scale: float
     grad_comm_dtype: torch.dtype
@@ -118,10 +126,14 @@ class GroupReduction(GroupUnsharding):
         """
         return self.requires_grad and (not in_backward() or will_accumulate(self.flat_leaf))
 
+    @functools.cached_property
+    def _partial_placements(self) -> tuple[Placement, ...]:
+        return (Partial("avg"),) * self.mesh.ndim
+
     def allocate_partial_grad_buffer(self) -> DBuffer:
         """An uninitialised full gradient buffer, ``Partial("avg")`` on every axis, in
         ``grad_comm_dtype``, with the group's layout."""
-        placements = [Partial("avg")] * self.mesh.ndim
+        placements = self._partial_placements
         numel, owner = self.main_weight.local_numel(placements), f"gradients of {self.label}"
         memory = self.context.memory
         local = memory.empty(numel, self.grad_comm_dtype, self.device, owner=owner)
@@ -150,15 +162,42 @@ class GroupReduction(GroupUnsharding):
             gradients: full gradients by tensor index; None takes the unsharded parameters'
                 ``.grad``. Nothing happens when there is none.
         """
-        with torch.inference_mode(False), torch.no_grad():
+        with without_autograd():
             if gradients is None:
                 gradients = take_gradients(self.parameters)
             if gradients:
-                partial = self.pack(gradients)
-                if self.context.zeros_missing_gradients:
-                    self._withhold(partial)
-                else:
-                    self.reduce_inner_gradients(partial, tuple(gradients))
+                self._reduce_or_withhold(self.pack(gradients), tuple(gradients))
+
+    def reduce_packed(self, packed: torch.Tensor, indices: Sequence[int]) -> None:
+        """Start the inner reduction of gradients that have been packed already.
+
+        Args:
+            packed: 1-D, ``info.full_numel`` elements of ``grad_comm_dtype``, each gradient at its
+                parameter's offset. It must not be written any more. The parts of other parameters
+                are set to zero here.
+            indices: whose gradients it holds.
+        """
+        with without_autograd():
+            partial = self._adopt_or_copy(packed)
+            if len(indices) < len(self.parameters):
+                others = set(range(len(self.parameters))).difference(indices)
+                zero_each([partial.get_local_tensor(index) for index in sorted(others)])
+            self._reduce_or_withhold(partial, indices)
+
+    def _adopt_or_copy(self, packed: torch.Tensor) -> DBuffer:
+        """A copy where reductions read from memory of a kind of its own (symmetric memory), or
+        withheld gradients are yet to be added to it."""
+        if self.staging is None and not self.context.zeros_missing_gradients:
+            return self.main_weight.like(self._partial_placements, packed)
+        partial = self.allocate_partial_grad_buffer()
+        partial.local.copy_(packed)
+        return partial
+
+    def _reduce_or_withhold(self, partial: DBuffer, indices: Sequence[int]) -> None:
+        if self.context.zeros_missing_gradients:
+            self._withhold(partial)
+        else:
+            self.reduce_inner_gradients(partial, indices)
 
     def _withhold(self, partial: DBuffer) -> None:
         """Keep packed gradients until the end of the backward."""
@@ -176,7 +215,7 @@ class GroupReduction(GroupUnsharding):
         """
         if self._gradient is None:
             return
-        with torch.inference_mode(False), torch.no_grad():
+        with without_autograd():
             partial, self._withheld = self._withheld, None
             if partial is None:
                 partial = self.allocate_partial_grad_buffer()
@@ -235,7 +274,7 @@ class GroupReduction(GroupUnsharding):
         """
         if self._gradient is not None:
             lanes = self.context.lanes
-            with torch.inference_mode(False), torch.no_grad():
+            with without_autograd():
                 accumulated = lanes.reduce_inner.record_event()
                 self._gradient.finish(lanes.reduce_outer, accumulated, label=self.label)
             self.context.note_outer_reduction()

@@ -24,6 +24,7 @@ from .dbuffer import DBuffer
 from .gradient_hooks import GradientHooks
 from .host_state import GradientState, Uncapturable
 from .memory import Memory
+from .modes import without_autograd
 from .placement import differing_axes, is_sharded
 from .streams import Event, Lane
 from .torch_internals import copy_each, zero_each
@@ -104,8 +105,10 @@ class MainGradient:
         ``.grad`` of the parameters in ``indices`` is bound at once, except of one that the user has
         frozen meanwhile; values are there when the lane has run.
         """
-        self._take_over_foreign_gradients(lane)
-        missing = [i for i, parameter in enumerate(self._parameters) if parameter.grad is None]
+        missing = self._missing()
+        if len(missing) < len(self._parameters):
+            self._take_over_foreign_gradients(lane)
+            missing = self._missing()
         begins = len(missing) == len(self._parameters)
         if begins:
             # Lets go of the old storage first.
@@ -129,7 +132,7 @@ class MainGradient:
         restarted = [] if begins else [self.buffer.get_local_tensor(index) for index in missing]
 
         def take_in() -> None:
-            with torch.inference_mode(False), torch.no_grad():
+            with without_autograd():
                 zero_each(restarted)
                 if not begins:
                     target.add_(reduced.local, alpha=scale)
@@ -144,8 +147,13 @@ class MainGradient:
 
         if reduced.local is not target or scale != 1.0:
             lane.then(take_in)
-        wanted = [i for i in indices if self._parameters[i].requires_grad]
-        self._bind(self.buffer, [i for i in wanted if self._parameters[i].grad is None])
+        unbound = set(missing)
+        wanted = [i for i in indices if i in unbound and self._parameters[i].requires_grad]
+        self._bind(self.buffer, wanted)
+
+    def _missing(self) -> list[int]:
+        """The parameters without a ``.grad``."""
+        return [i for i, parameter in enumerate(self._parameters) if parameter.grad is None]
 
     @property
     def reduced_axis(self) -> int | None:
@@ -245,7 +253,7 @@ class MainGradient:
             kept = carry
 
             def add_back() -> None:
-                with torch.inference_mode(False), torch.no_grad():
+                with without_autograd():
                     finished.local.add_(kept)
 
             lane.then(add_back)
@@ -258,7 +266,7 @@ class MainGradient:
     def release_if_unused(self) -> None:
         """Let go of the storage when no parameter's ``.grad`` refers to it any more."""
         if self.buffer is not self._unallocated[0]:
-            if all(parameter.grad is None for parameter in self._parameters):
+            if len(self._missing()) == len(self._parameters):
                 self.buffer, self.finished = self._unallocated
                 self._bound.clear()
 
@@ -330,7 +338,7 @@ def pack_gradients(
                 f"parameter {fqns[index]!r} has a {gradient.layout} gradient; sharded "
                 "gradients must be dense (for nn.Embedding pass sparse=False)"
             )
-    targets = [partial.get_local_tensor(index) for index in range(len(fqns))]
+    targets = partial.get_local_tensors(range(len(fqns)))
     copy_each([targets[index] for index in gradients], list(gradients.values()))
     zero_each([target for index, target in enumerate(targets) if index not in gradients])
 
@@ -355,7 +363,8 @@ def reduce_to(
         step[axis] = placements[axis]
         before = current
         current = current.redistribute(
-            step,
+            # The very tuple is recognised.
+            placements if step == list(placements) else step,
             out=out if axis == axes[0] else None,
             lane=lane,
             depends=current is not partial,

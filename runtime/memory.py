@@ -24,6 +24,7 @@ from typing import Any, Literal
 import torch
 
 from .arena import AllocatingLane, Arena
+from .modes import without_autograd
 
 __all__ = ["COMPUTE", "Memory", "MemoryEvent"]
 
@@ -135,7 +136,7 @@ class Memory:
         self, numel: int, dtype: torch.dtype, device: torch.device, lane: AllocatingLane | None
     ) -> torch.Tensor:
         """New elements from torch, of which nobody is told."""
-        with torch.inference_mode(False), torch.no_grad(), _on(lane), self.source():
+        with without_autograd(), _on(lane), self.source():
             return torch.empty(numel, dtype=dtype, device=device)
 
     def give_back(self, tensor: torch.Tensor) -> None:
@@ -241,12 +242,14 @@ class Memory:
             if self._blocks.get(block.event.address) is block:
                 del self._blocks[block.event.address]
             self.frees += 1
-            self._count(-block.event.bytes if block.used else 0)
+            if block.used:
+                self._count(-block.event.bytes)
         if block.used:
             self._tell_freed(block.event)
 
     def _tell_freed(self, used: MemoryEvent) -> None:
-        self._tell(replace(used, what="free"))
+        if self.observers:
+            self._tell(replace(used, what="free"))
 
     def _tell(self, event: MemoryEvent) -> None:
         for observer in tuple(self.observers):

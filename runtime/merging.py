@@ -27,6 +27,7 @@ from .agreement import Label
 from .arena import Place
 from .dbuffer import DBuffer
 from .memory import Memory
+from .modes import without_autograd
 from .process_groups import group_of_lane
 from .streams import Lane
 from .unsharding import Missing, Unsharding
@@ -45,7 +46,7 @@ def gather_together(
     They have equal dtypes and are cut over the same ranks. Those whose shards are being refreshed
     on the lane, or are cut over several axes, are gathered one by one.
     """
-    with torch.inference_mode(False), torch.no_grad():
+    with without_autograd():
         waiting = [
             _Waiting(label, each, missing)
             for (label, each), place in zip(groups, places, strict=True)
@@ -101,7 +102,7 @@ def _gather_staged(lane: Lane, groups: Sequence[_Waiting]) -> None:
     ]
 
     def deal() -> None:
-        with torch.inference_mode(False), torch.no_grad():
+        with without_autograd():
             received = staged.split([part.numel() for part in parts])
             for part, values in zip(parts, received, strict=True):
                 part.copy_(values)

@@ -22,7 +22,8 @@ also runs under ``backend="eager"``, ``"aot_eager"`` or ``"inductor"``.
 ``unshard`` and ``gather_together`` may say where in an arena of how many bytes a group goes.
 ``after`` and ``issued`` take tensors that nobody reads: they carry order (design: "order is
 dataflow, not luck"). ``wait``, ``release`` and ``keep`` declare that they mutate ``full``, so a
-compiler keeps every read of ``full`` between them.
+compiler keeps every read of ``full`` between them. ``packed`` says that the gradients are one
+tensor, laid out like the group's gathered buffer.
 
 Nothing here decides anything: each op finds its group by name and tells it what to do.
 """
@@ -39,6 +40,7 @@ import torch
 
 from .arena import Place
 from .communication_errors import CommunicationError
+from .modes import without_autograd
 from .registry import registry
 from .torch_internals import in_backward
 
@@ -62,7 +64,8 @@ _SCHEMAS = (
     "wait(Tensor(a!) full, str group, Tensor[] issued) -> ()",
     "release(Tensor(a!) full, str group) -> ()",
     "keep(Tensor(a!) full, str group) -> ()",
-    "reduce_inner(Tensor[] gradients, str group, int[] indices, Tensor[] after) -> Tensor",
+    "reduce_inner(Tensor[] gradients, str group, int[] indices, Tensor[] after, "
+    "bool packed=False) -> Tensor",
     "reduce_together(Tensor[] gradients, str[] groups, int[] counts, int[] indices, "
     "Tensor[] after) -> Tensor",
     "reduce_outer(Tensor token, str group, Tensor[] after) -> Tensor",
@@ -118,7 +121,7 @@ def _implements(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
             for recording in _open_recordings:
                 recording.append(ExecutedStep(name, args[1]))
             try:
-                with torch.inference_mode(False), torch.no_grad():
+                with without_autograd():
                     return function(*args, **kwargs)
             except CommunicationError as error:
                 error.add_place(f"at compile_fsdp.{name} of {args[1]!r} in a graph")
@@ -290,12 +293,16 @@ def _reduce_inner(
     group: str,
     indices: Sequence[int],
     after: Sequence[torch.Tensor],
+    packed: bool = False,
 ) -> torch.Tensor:
     live = _group(group)
     if live.gradients_wanted():
         if in_backward():
             live.context.finish_at_end_of_backward()
-        live.reduce_gradients(dict(zip(indices, gradients, strict=True)))
+        if packed:
+            live.reduce_packed(gradients[0], indices)
+        else:
+            live.reduce_gradients(dict(zip(indices, gradients, strict=True)))
     return new_token(live.device)
 
 
@@ -305,6 +312,7 @@ def _reduce_inner_fake(
     group: str,
     indices: Sequence[int],
     after: Sequence[torch.Tensor],
+    packed: bool = False,
 ) -> torch.Tensor:
     return gradients[0].new_empty((1,), dtype=torch.float32)
 

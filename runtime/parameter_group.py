@@ -32,6 +32,7 @@ from .layout import make_layout
 from .main_gradient import MainGradient
 from .memory import Memory
 from .mixed_precision import MixedPrecisionPolicy
+from .modes import without_autograd
 from .mxfp8 import BLOCK, check_eligible
 from .parameter import (
     _CONTAINING_PARAMETER_GROUP_ATTR,
@@ -212,7 +213,7 @@ class FsdpParameterGroup(GroupReduction):
             parameter_to_owner=owners or None,
             shard_layout=self._shard_layout,
         )
-        with torch.inference_mode(False), torch.no_grad():
+        with without_autograd():
             alike.main_weight.local.copy_(self.main_weight.local)
             alike.model_weight.local.copy_(self.model_weight.local)
         for mine, other in zip(self.parameters, alike.parameters, strict=True):
@@ -309,6 +310,9 @@ class FsdpParameterGroup(GroupReduction):
             self._separate_main_weight()
             self._gradient = self._create_gradient()
         self._trainability.take_over(self.flat_leaf)
+        if self._refreshed_by_steps:
+            # What is trainable now may be in an optimizer that tells us nothing.
+            self.refreshed_by_steps(())
         self._gradient.hooks.guard(self._before_foreign_addition())
         return True
 

@@ -28,6 +28,7 @@ from torch.distributed.tensor import Partial, Placement, Shard
 
 from compile_fsdp.runtime.dbuffer import DBuffer
 from compile_fsdp.runtime.layout import GlobalLayout, make_layout
+from compile_fsdp.runtime.modes import without_autograd
 from compile_fsdp.runtime.mxfp8 import (
     BLOCK,
     DATA_DTYPE,
@@ -233,7 +234,7 @@ class QuantizedDBuffer:
         self._check_source(main_weight)
         if main_weight.placements != self.placements:
             main_weight = main_weight.view(self.placements)
-        with torch.inference_mode(False), torch.no_grad():
+        with without_autograd():
             for columnwise, planes in self._planes.items():
                 self._check_memory("quantize_", columnwise)
                 for index in range(len(self.tensor_shapes)):

@@ -12,7 +12,7 @@ Pieces are contiguous in the flat buffer, so each is one collective without copi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ import torch
 from torch.distributed.tensor import Placement, Replicate
 
 from compile_fsdp.runtime import collectives
+from compile_fsdp.runtime.modes import without_autograd
 from compile_fsdp.runtime.placement import axis_names, is_sharded
 from compile_fsdp.runtime.process_groups import group_of_lane
 from compile_fsdp.runtime.streams import Lane, make_lane
@@ -40,8 +41,7 @@ def redistribute(
     label: str,
 ) -> DBuffer:
     """See `DBuffer.redistribute`."""
-    source.check_placements(placements)
-    changed = [axis for axis, old in enumerate(source.placements) if old != placements[axis]]
+    changed = source.changed_axes(placements)
     if len(changed) > 1:
         axes = axis_names(source.mesh)
         raise ValueError(
@@ -91,7 +91,7 @@ class _Move:
         """Put ``values`` into ``target`` on the lane, unless they are there."""
 
         def put() -> None:
-            with torch.inference_mode(False), torch.no_grad():
+            with without_autograd():
                 target.local.copy_(values)
 
         if target.local.data_ptr() != values.data_ptr():
@@ -99,7 +99,7 @@ class _Move:
         return target
 
 
-def _apply(move: _Move, changed: list[int]) -> DBuffer:
+def _apply(move: _Move, changed: Sequence[int]) -> DBuffer:
     if not changed:
         return move.source if move.out is None else move.copy(move.out, move.source.local)
     axis = changed[0]
@@ -183,6 +183,8 @@ def _kind(placement: Placement) -> str:
 
 
 def _check_out(source: DBuffer, placements: tuple[Placement, ...], out: DBuffer) -> None:
+    if out.is_like(source, placements):
+        return
     for what, expected, found in (
         ("mesh", source.mesh, out.mesh),
         ("placements", placements, out.placements),

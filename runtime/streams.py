@@ -42,6 +42,11 @@ class Event(ABC):
     def wait(self) -> None:
         """Make the caller's current stream wait; on CPU, block until the point is reached."""
 
+    @property
+    def has_passed(self) -> bool:
+        """Whether the host has waited for it already, so that `wait` would do nothing."""
+        return False
+
 
 class Lane(ABC):
     """An in-order queue of communication. Methods may be called from any thread.
@@ -199,6 +204,11 @@ class _CpuLane(Lane):
             while self._queue and self._completed < position:
                 self._complete_next()
 
+    def is_past(self, position: int) -> bool:
+        """Whether so many entries, counted from the lane's start, are complete."""
+        with self._lock:
+            return self._completed >= position
+
     def _drain(self) -> None:
         while self._queue:
             self._complete_next()
@@ -220,6 +230,10 @@ class _CpuEvent(Event):
 
     def wait(self) -> None:
         self.lane.drain_to(self._position)
+
+    @property
+    def has_passed(self) -> bool:
+        return self.lane.is_past(self._position)
 
 
 class _CudaLane(Lane):

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,15 @@ def in_backward() -> bool:
     a graph task id and keeps it in thread-local state; -1 means none.
     """
     return torch._C._current_graph_task_id() != -1
+
+
+_COUNTS_WRITES = torch._C.DispatchKey.ADInplaceOrView
+
+
+def is_below_autograd() -> bool:
+    """Whether the caller is a kernel of an operator, or a mode that sees operators: where the
+    dispatcher has been told to leave autograd's bookkeeping out. It has no public question."""
+    return torch._C._dispatch_tls_is_dispatch_key_excluded(_COUNTS_WRITES)
 
 
 def will_accumulate(leaf: torch.Tensor) -> bool:
@@ -200,8 +209,24 @@ _D = TypeVar("_D", bound=DTensor)
 
 
 def dtensor_over(local: torch.Tensor, spec: DTensorSpec, kind: type[_D] = DTensor) -> _D:  # type: ignore[assignment]
-    """A DTensor, of class ``kind``, over ``local``, which it aliases."""
-    return kind(local, spec, requires_grad=False)
+    """A DTensor, of class ``kind``, over ``local``, which it aliases.
+
+    Made without ``DTensor.__init__``: it sets nothing, but costs some twenty calls to keep Dynamo
+    out, and a step makes one for each gradient.
+    """
+    made: Any = kind.__new__(kind, local, spec, requires_grad=False)
+    return made  # type: ignore[no-any-return]  # a cast would be one more call
+
+
+def dtensors_over(
+    locals_: Sequence[torch.Tensor], specs: Sequence[DTensorSpec], kind: type[DTensor]
+) -> list[DTensor]:
+    """`dtensor_over` of each of ``locals_``."""
+    new = kind.__new__
+    return [
+        new(kind, local, spec, requires_grad=False)
+        for local, spec in zip(locals_, specs, strict=True)
+    ]
 
 
 def spec_of(dtensor: DTensor) -> DTensorSpec:
@@ -265,6 +290,28 @@ def zero_each(tensors: Sequence[torch.Tensor]) -> None:
     """``tensor.zero_()`` for each, in one call (see `copy_each`)."""
     if tensors:
         torch._foreach_zero_(list(tensors))
+
+
+def unflatten(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Views of 1-D ``flat``, one after the other, shaped like each of ``like``.
+
+    All of these have elements. torch's own data parallelism takes its buckets to pieces by this
+    one call.
+    """
+    return cast("Sequence[torch.Tensor]", torch._utils._unflatten_dense_tensors(flat, like))
+
+
+def hook_tables(tensors: Sequence[torch.Tensor]) -> list[Mapping[int, Any] | None]:
+    """Of each tensor what `gradient_hooks` looks into, which only grows and shrinks; None: no hook
+    was ever registered."""
+    return [tensor._backward_hooks for tensor in tensors]
+
+
+def post_accumulate_hook_tables(
+    tensors: Sequence[torch.Tensor],
+) -> list[Mapping[int, Any] | None]:
+    """As `hook_tables`, of `post_accumulate_hooks`."""
+    return [tensor._post_accumulate_grad_hooks for tensor in tensors]
 
 
 def gradient_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:

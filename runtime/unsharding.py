@@ -22,6 +22,7 @@ from .arena import Arena, Place
 from .dbuffer import DBuffer
 from .gathered import Gathered
 from .host_state import UnshardingState
+from .modes import without_autograd
 from .streams import Lane
 from .torch_internals import in_backward, writes_of
 from .weights import Weights, copy_on
@@ -100,7 +101,7 @@ class Unsharding:
                 # A gather that nobody waited for may still be sending what is written now.
                 each.ready.wait()
             each.outdated = self.weights.gathers
-        with torch.inference_mode(False), torch.no_grad():
+        with without_autograd():
             self.weights.follow_main()
         self.maybe_stepped = False
         self._synced_writes = writes_of(self.sharded)
@@ -190,7 +191,7 @@ class Unsharding:
         self, lane: Lane, phase: Phase | None, *, label: str, place: Place | None = None
     ) -> Gathered:
         """Start gathering on ``lane`` what is not there; the ready event is for ``phase``."""
-        with torch.inference_mode(False), torch.no_grad():
+        with without_autograd():
             missing = self.missing(lane, label, place)
             if missing.needed:
                 self.gather(missing, lane, label)

@@ -25,6 +25,7 @@ from torch.utils.dlpack import from_dlpack
 
 from .dbuffer import DBuffer
 from .layout import GlobalLayout
+from .modes import without_autograd
 from .placement import differing_axes
 from .streams import Lane
 
@@ -191,7 +192,7 @@ def copy_on(lane: Lane, target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy ``source`` into ``target`` after what is on ``lane``."""
 
     def copy() -> None:
-        with torch.inference_mode(False), torch.no_grad():
+        with without_autograd():
             target.copy_(source)
 
     lane.then(copy)
@@ -209,11 +210,17 @@ def widen(
     axes = differing_axes(source.placements, target.placements)
     current = source
     for axis in axes:
-        placements = list(current.placements)
-        placements[axis] = target.placements[axis]
-        out = target if axis == axes[-1] else target.view(placements)
+        out = target
+        if axis != axes[-1]:
+            placements = list(current.placements)
+            placements[axis] = target.placements[axis]
+            out = target.view(placements)
         current = current.redistribute(
-            placements, out=out, lane=lane, depends=depends or current is not source, label=label
+            out.placements,
+            out=out,
+            lane=lane,
+            depends=depends or current is not source,
+            label=label,
         )
 
 

@@ -152,6 +152,13 @@ class StubGroup:
             known = self.gradients[index]
             self.gradients[index] = gradient.clone() if known is None else known + gradient
 
+    def reduce_packed(self, packed: torch.Tensor, indices: Sequence[int]) -> None:
+        assert packed.shape == (self.info.full_numel,)
+        parts = packed.split([prod(shape) for shape in self.info.shapes])
+        self.reduce_gradients(
+            {index: parts[index].view(self.info.shapes[index]) for index in indices}
+        )
+
     def reduce_outer_gradients(self) -> None:
         self.outer_reductions += 1
 

@@ -35,6 +35,7 @@ def sizes_of(parts: str) -> list[int]:
     ranks = dist.get_world_size()
     return {
         "equal": [5] * ranks,
+        "equal and large": [40_000] * ranks,
         "growing": [3 * rank + 1 for rank in range(ranks)],
         "one empty": [0 if rank == ranks - 1 else 4 for rank in range(ranks)],
         "one holds all": [7 if rank == 0 else 0 for rank in range(ranks)],
@@ -43,7 +44,7 @@ def sizes_of(parts: str) -> list[int]:
 
 
 PARTS = pytest.mark.parametrize(
-    "parts", ["equal", "growing", "one empty", "one holds all", "all empty"]
+    "parts", ["equal", "equal and large", "growing", "one empty", "one holds all", "all empty"]
 )
 
 

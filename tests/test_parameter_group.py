@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from compile_fsdp import MixedPrecisionPolicy, Placements, fully_shard
+from compile_fsdp import MixedPrecisionPolicy, Placements, fully_shard, zero_missing_gradients
 from compile_fsdp.runtime.parameter_group import (
     FsdpParameterGroup,
     Phase,
@@ -104,3 +105,43 @@ def test_a_sync_writes_the_optimizers_view_and_the_next_unshard_the_rest() -> No
     group.unshard_parameters()
     group.wait_for_unshard()
     assert (group.parameters[0].unsharded == 0.5).all()
+
+
+@pytest.mark.parametrize("withheld", [False, True])
+@pytest.mark.parametrize("indices", [(0, 1, 2), (0, 2), (1,)])
+@distributed(2)
+def test_packed_gradients_are_reduced_like_others(indices: Sequence[int], withheld: bool) -> None:
+    """Also those of some parameters only: the others' part of the buffer has anything in it."""
+    groups = []
+    for packs in (False, True):
+        torch.manual_seed(3)
+        module = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2, bias=False))
+        fully_shard(module, cpu_mesh())
+        if withheld:
+            zero_missing_gradients(module)
+        (group,) = module.fsdp_parameter_groups
+        groups.append(group)
+        info = group.info
+        torch.manual_seed(dist.get_rank())
+        for _ in range(2):
+            packed = torch.full((info.full_numel,), torch.nan)
+            gradients = {}
+            for index in indices:
+                gradients[index] = torch.randn(info.shapes[index])
+                start = info.offsets[index]
+                packed[start : start + gradients[index].numel()] = gradients[index].flatten()
+            before = packed.clone()
+            if packs:
+                group.reduce_packed(packed, indices)
+            else:
+                group.reduce_gradients(gradients)
+            if withheld:
+                # A graph may still read a gradient that it has handed over.
+                assert torch.equal(packed.nan_to_num(), before.nan_to_num())
+        group.context.end_of_backward()
+    plain, by_packing = ([each.sharded.grad for each in group.parameters] for group in groups)
+    for one, other in zip(plain, by_packing, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            assert torch.equal(one.to_local(), other.to_local())
+            assert not one.to_local().isnan().any()

@@ -78,6 +78,17 @@ def test_an_event_is_waited_for_and_nothing_after_it(lane: Lane, log: Log) -> No
     assert log.take() == "b done"
 
 
+def test_an_event_knows_when_it_was_waited_for(lane: Lane, log: Log) -> None:
+    lane.collective(log.work("a"))
+    event = lane.record_event()
+    lane.collective(log.work("b"))
+    assert not event.has_passed
+    event.wait()
+    assert event.has_passed
+    assert not lane.record_event().has_passed
+    assert log.take() == "a issued, b issued, a done"
+
+
 def test_a_dependent_collective_waits_for_all_earlier_ones(lane: Lane, log: Log) -> None:
     lane.collective(log.work("a"))
     lane.collective(log.work("b"), depends=True)
