@@ -140,8 +140,11 @@ class FsdpParameterGroup(GroupReduction):
         self._when_trainable = (main_grad_placements, main_weight_placements, precision)
         placements = (*model_weight_placements, *main_grad_placements, *main_weight_placements)
         self._owners = owners_of(originals, placements, parameter_to_owner, mesh)
-        # Scales are a byte for 32 elements.
-        per_byte = BLOCK if quantized else 1
+        smallest = precision.smallest_itemsize(self.dtype)
+        alignment = max(1, ALIGNMENT_BYTES // smallest)
+        if quantized:
+            # Scales are a byte for 32 elements.
+            alignment = BLOCK * ALIGNMENT_BYTES
         blocks = [BlockAtomic(BLOCK)] if quantized else []
         self.layout = make_layout(
             [tuple(original.shape) for original in originals],
@@ -149,7 +152,7 @@ class FsdpParameterGroup(GroupReduction):
             shard=strictest_shard((*placements, *blocks)),
             shard_layout=shard_layout,
             owners=self._owners,
-            alignment=max(1, per_byte * ALIGNMENT_BYTES // precision.smallest_itemsize(self.dtype)),
+            alignment=alignment,
         )
         self.staging = staging_pool(use_symmetric_memory, mesh, self.layout, self.device)
         self.context.add_staging(self.staging)

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 from torch.distributed.tensor import Placement, Replicate
-from torch.utils.dlpack import from_dlpack
 
 from .context import GroupContext
 from .dbuffer import DBuffer
@@ -33,7 +32,7 @@ from .placement import differing_axes
 from .quantized_dbuffer import QuantizedDBuffer
 from .streams import Lane
 from .unsharding import Unsharding
-from .weights import Weights, shard_count, widen
+from .weights import Weights, same_memory, shard_count, widen
 
 if TYPE_CHECKING:
     from .parameter_group import FsdpParameterGroup
@@ -95,7 +94,7 @@ class PlaneWeights(Weights):
         shapes = (*data.tensor_shapes, *scales.tensor_shapes)
         layout = GlobalLayout(shapes, tuple(offsets), size + scales.layout.size, (0,))
         replicated = [Replicate()] * self.main.mesh.ndim
-        local = None if self.gathers else from_dlpack(self.shard)
+        local = None if self.gathers else same_memory(self.shard)
         return DBuffer(
             self.main.mesh,
             replicated,
@@ -223,10 +222,8 @@ class PlaneUnit(GroupUnsharding):
 
     def full_planes(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Data and scales of matrix ``index`` as bytes, aliasing `full_local_tensor`."""
-        full = self._planes.full
-        return full.get_local_tensor(index), full.get_local_tensor(
-            len(self.group.parameters) + index
-        )
+        full, count = self._planes.full, len(self.group.parameters)
+        return full.get_local_tensor(index), full.get_local_tensor(count + index)
 
     def reduce_gradients(self) -> None:
         """Planes have none; nor have they any of what follows."""

@@ -137,11 +137,7 @@ class GroupWeights(Weights):
             return DBuffer(
                 mesh, replicated, shapes, self.model.dtype, self.model.device, layout=layout
             )
-        # The same memory, but a storage of its own: the op ``unshard`` must not return what
-        # autograd and compilers would recognise as its input.
-        # A fake tensor has no memory that could be shared.
-        local = self.model.local
-        local = from_dlpack(local) if type(local) is torch.Tensor else torch.empty_like(local)
+        local = same_memory(self.model.local)
         return DBuffer.from_local(local, mesh, replicated, shapes, layout=layout)
 
     def separate_main(self, placements: Sequence[Placement], dtype: torch.dtype) -> bool:
@@ -186,6 +182,13 @@ class GroupWeights(Weights):
     def pieces(self, into: DBuffer) -> tuple[tuple[DBuffer, torch.Tensor], ...]:
         """See `Weights.pieces`."""
         return ((self.model, into.local),)
+
+
+def same_memory(local: torch.Tensor) -> torch.Tensor:
+    """``local`` with a storage of its own over the same memory: the op ``unshard`` must not return
+    what autograd and compilers would recognise as its input."""
+    # A fake tensor has no memory that could be shared.
+    return from_dlpack(local) if type(local) is torch.Tensor else torch.empty_like(local)
 
 
 def copy_on(lane: Lane, target: torch.Tensor, source: torch.Tensor) -> None:

@@ -243,3 +243,14 @@ def test_a_step_writes_the_weight_itself_only_for_who_reads_it() -> None:
     assert torch.equal(group.model_weight.local, before)
     group.unshard_parameters()
     assert torch.equal(group.model_weight.local, group.main_weight.local.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@distributed(3)
+def test_data_and_scales_are_aligned(dtype: torch.dtype) -> None:
+    """Every tensor and every rank's segment, for NCCL's fast path and vector loads."""
+    mesh = init_device_mesh("cpu", (3,))
+    group = ShardedBlock(Block().to(dtype), "block", Placements.zero3(mesh), mesh).group
+    for planes in group.planes:
+        assert all(offset % 16 == 0 for offset in planes.info.offsets)
+    assert all(start % (32 * 16) == 0 for start in group.layout.rank_to_offset)
