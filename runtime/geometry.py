@@ -204,27 +204,36 @@ class _Cut:
     """
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
-        self._pieces = pieces
         # torch cuts without gaps, and by the shapes of tensors, of which it needs no values.
         self._shapes: list[torch.Tensor] = []
-        self._numbers: dict[int, int] = {}
+        # The number of each piece among those, or else its shape: it has no elements.
+        self._places: list[int | tuple[int, ...]] = [shape for _, _, shape in pieces]
+        # What has no elements is made once: nobody can write it.
+        self._empty: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         end = 0
         order = sorted(range(len(pieces)), key=lambda index: pieces[index][0])
         for index in (index for index in order if pieces[index][1] > pieces[index][0]):
             start, stop, shape = pieces[index]
             if start > end:
                 self._shapes.append(torch.empty(start - end, device="meta"))
-            self._numbers[index] = len(self._shapes)
+            self._places[index] = len(self._shapes)
             self._shapes.append(torch.empty(shape, device="meta"))
             end = stop
 
     def apply(self, local: torch.Tensor) -> list[torch.Tensor]:
         """The pieces of ``local``, aliasing it."""
-        cut = unflatten(local, self._shapes)
-        return [
-            cut[self._numbers[index]] if index in self._numbers else local[:0].view(shape)
-            for index, (_, _, shape) in enumerate(self._pieces)
-        ]
+        cut, empty = unflatten(local, self._shapes), iter(self._without_elements(local))
+        return [cut[place] if type(place) is int else next(empty) for place in self._places]
+
+    def _without_elements(self, local: torch.Tensor) -> list[torch.Tensor]:
+        kind = local.dtype, local.device
+        known = self._empty.get(kind)
+        if known is None or type(local) is not torch.Tensor:
+            shapes = [place for place in self._places if isinstance(place, tuple)]
+            known = [local[:0].clone().view(shape) for shape in shapes]
+            if type(local) is torch.Tensor:  # and no fake one
+                self._empty[kind] = known
+        return known
 
 
 def _equal(one: tuple[Placement, ...], other: tuple[Placement, ...]) -> bool:

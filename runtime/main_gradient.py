@@ -76,6 +76,9 @@ class MainGradient:
 
     def _use(self, buffer: DBuffer) -> None:
         self.buffer = buffer
+        if buffer.placements == self._finished_placements:
+            self.finished = buffer
+            return
         # Partial is held like Replicate, and the outer reduction works in place: the finished
         # gradient is a part of the very storage that the unfinished one is in.
         held = [Replicate() if each.is_partial() else each for each in buffer.placements]
