@@ -126,17 +126,26 @@ def gathers(records: list[CollectiveRecord]) -> list[str]:
     return kinds[::2]
 
 
-MODES = ["zero1", "zero2", "zero3", "hsdp", "hfsdp"]
+CASES = [
+    pytest.param(
+        mode,
+        recompute,
+        id=f"{mode} recompute" if recompute else mode,
+        marks=() if (mode, recompute) in (("zero1", False), ("zero3", True)) else pytest.mark.slow,
+    )
+    for mode in ("zero1", "zero2", "zero3", "hsdp", "hfsdp")
+    for recompute in (False, True)
+]
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "recompute"), CASES)
 @distributed(2)
 def test_three_steps_bitwise_as_on_one_rank(mode: str, recompute: bool) -> None:
     shape = (2,) if mode.startswith("zero") else (2, 1) if recompute else (1, 2)
     check(mode, shape, recompute)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["hsdp", "hfsdp"])
 @distributed(4)
 def test_three_steps_on_two_axes(mode: str) -> None:

@@ -36,6 +36,7 @@ from tests.quantized import (
 from tests.training import drive, full
 
 DRIVERS = ["eager", "aot_eager"]
+SLOW_AOT_EAGER = pytest.param("aot_eager", marks=pytest.mark.slow)
 BF16 = torch.bfloat16
 
 
@@ -65,7 +66,7 @@ def test_microbatches_on_two_axes() -> None:
     both.assert_parameters_equal()
 
 
-@pytest.mark.parametrize("driver", DRIVERS)
+@pytest.mark.parametrize("driver", ["eager", SLOW_AOT_EAGER])
 @distributed(2)
 def test_gradients_accumulate_over_backwards(driver: str) -> None:
     both = pair(driver)
@@ -149,8 +150,15 @@ def is_quantised(model: nn.Module, name: str) -> bool:
     return last == "weight" and type(model.get_submodule(owner)).__name__ == "ReferenceLinear"
 
 
-@pytest.mark.parametrize("driver", DRIVERS)
-@pytest.mark.parametrize("mode", ["zero2", "zero3"])
+@pytest.mark.parametrize(
+    ("mode", "driver"),
+    [
+        ("zero2", "eager"),
+        ("zero3", "eager"),
+        ("zero3", "aot_eager"),
+        pytest.param("zero2", "aot_eager", marks=pytest.mark.slow),
+    ],
+)
 @distributed(2)
 def test_a_model_in_bf16_quantises_its_fp32_main_weights(mode: str, driver: str) -> None:
     model = Model().to(BF16)
