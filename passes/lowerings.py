@@ -15,8 +15,10 @@ unless it sees a mutation. Two lowerings tell it what it cannot know:
     after the weight's release. Evaluating them first puts them where the graph has them.
 
 ``reduce_inner``
-    What it reduces is one flat buffer. Inductor gets to make it, and has each gradient computed in
-    its place there: a matrix product writes it once, and nobody copies it.
+    What it reduces is one flat buffer. Inductor gets to make it, and has each gradient that nobody
+    else reads computed in its place there: a matrix product writes it once, and nobody copies it.
+    The graph lets go of the buffer after the operator, and the runtime holds it until it has been
+    reduced.
 
 Importing this module imports Inductor, so only a compilation imports it.
 """
@@ -27,14 +29,18 @@ import functools
 from typing import Any
 
 import torch
+from torch.fx import Node
 
 from compile_fsdp.runtime.registry import registry
 
 from .torch_internals import (
+    arguments_being_lowered,
     declare_aligned,
     evaluate_reads_of,
     exclude_from_reuse,
+    inductor_config_value,
     lower_opaque_op,
+    op_schema,
     packed_into_one,
 )
 
@@ -54,12 +60,14 @@ def register() -> None:
         return call(full, *args)
 
     def reduce_inner(call: Any, gradients: Any, group: str, indices: Any, after: Any) -> Any:
+        if inductor_config_value("memory_planning"):
+            # An allocator that is off by default, and gives freed memory away whosever it was.
+            return call(gradients, group, indices, after)
         info = registry.lookup(group).info
         offsets = [info.offsets[index] for index in indices]
+        in_place = [_is_read_once(node) for node in arguments_being_lowered()[0]]
         numel, dtype = info.full_numel, info.grad_comm_dtype
-        packed = packed_into_one(gradients, offsets, numel, dtype)
-        # The reduction reads it for longer than the graph knows.
-        exclude_from_reuse(packed)
+        packed = packed_into_one(gradients, in_place, offsets, numel, dtype)
         return call([packed], group, indices, after, True)
 
     ops = torch.ops.compile_fsdp
@@ -68,3 +76,13 @@ def register() -> None:
     lower_opaque_op(ops.wait.default, mutate)
     lower_opaque_op(ops.release.default, mutate)
     lower_opaque_op(ops.keep.default, mutate)
+
+
+def _is_read_once(node: Node) -> bool:
+    """Whether ``node`` computes a value of its own that one node reads, once."""
+    schema = op_schema(node.target)
+    if schema is None or len(node.users) != 1:
+        return False
+    (reader,) = node.users
+    reads = sum(each is node for each in reader.args[0])  # type: ignore[union-attr]
+    return reads == 1 and all(result.alias_info is None for result in schema.returns)

@@ -5,6 +5,7 @@ Inductor is imported inside functions: importing compile_fsdp must not pull it i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -172,25 +173,45 @@ def evaluate_reads_of(buffer: Any) -> None:
     V.graph.mark_buffer_mutated(buffer.get_name())
 
 
+@functools.cache
+def _packed_buffer_type() -> type[Any]:
+    from torch._inductor.ir import ConcatKernel
+
+    class PackedBuffer(ConcatKernel):  # type: ignore[misc, unused-ignore]
+        def get_inputs_that_alias_output(self) -> Sequence[str]:
+            """The pieces are parts of it. Inductor frees what has an alias, and gives its memory
+            to no other tensor: who reads this buffer last may go on when the graph does."""
+            first: Any = self.inputs[0]
+            return [first.get_name()]
+
+    return PackedBuffer
+
+
 def packed_into_one(
-    pieces: Sequence[Any], offsets: Sequence[int], numel: int, dtype: torch.dtype
+    pieces: Sequence[Any],
+    in_place: Sequence[bool],
+    offsets: Sequence[int],
+    numel: int,
+    dtype: torch.dtype,
 ) -> Any:
     """One flat buffer of the graph that is being lowered, with each piece at its offset.
 
     Args:
         pieces: values in Inductor's form; those of another dtype are cast.
+        in_place: for each piece whether nobody else reads it, so that its only memory may be here.
         offsets: in elements, one for each piece; contiguous pieces do not overlap.
         numel: elements of the buffer. What no piece covers is uninitialised.
         dtype: of the buffer.
 
-    A piece whose memory layout is still open is computed where it belongs; others are copied there.
-    That is how Inductor lowers ``torch.cat``, whose pieces must lie side by side and agree in all
-    sizes but one; matrices of a flat buffer do not.
+    Such a piece, as long as its memory layout is open, is computed where it belongs; others are
+    copied there. That is how Inductor lowers ``torch.cat``, whose pieces must lie side by side and
+    agree in all sizes but one; matrices of a flat buffer do not.
     """
     from torch._inductor.ir import (
         ConcatKernel,
         FixedLayout,
         FlexibleLayout,
+        Pointwise,
         ReinterpretView,
         StorageBox,
         TensorBox,
@@ -200,19 +221,31 @@ def packed_into_one(
 
     device = pieces[0].get_device()
     parts: list[Any] = []
-    kernel = ConcatKernel(name=None, layout=FixedLayout(device, dtype, [numel], [1]), inputs=parts)
+    layout = FixedLayout(device, dtype, [numel], [1])
+    kernel = _packed_buffer_type()(name=None, layout=layout, inputs=parts)
     whole = StorageBox(kernel)
-    for piece, offset in zip(pieces, offsets, strict=True):
+    for piece, alone, offset in zip(pieces, in_place, offsets, strict=True):
         size = piece.get_size()
         strides = FlexibleLayout.contiguous_strides(size)
         place = ReinterpretView(
             data=whole, layout=FixedLayout(device, dtype, size, strides, offset)
         )
-        parts.append(ConcatKernel.realize_into(to_dtype(piece, dtype), place))
+        value = to_dtype(piece, dtype)
+        if value is piece and not alone:
+            loader = piece.make_loader()
+            value = Pointwise.create(device=device, dtype=dtype, inner_fn=loader, ranges=size)
+        parts.append(ConcatKernel.realize_into(value, place))
     kernel.name = V.graph.register_buffer(kernel)
     kernel.inputs = ConcatKernel.unwrap_storage(parts)
     V.graph.register_operation(kernel)
     return TensorBox(whole)
+
+
+def arguments_being_lowered() -> tuple[Any, ...]:
+    """Arguments, as they are in the graph, of the node that a lowering is called for."""
+    from torch._inductor.virtualized import V
+
+    return cast("tuple[Any, ...]", V.graph.current_node.args)
 
 
 SIZE_HINT = 512

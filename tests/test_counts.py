@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._inductor.utils import run_and_get_code
 
 from benchmarks.copies import copies_in
 from compile_fsdp import Explanation, capture, fully_shard_optimizer
@@ -209,6 +210,26 @@ def test_no_gradient_of_a_matrix_is_copied() -> None:
         call(*batch()).backward()
         copies = copies_in(lambda: call(*batch()).backward())
         assert not [copy for copy in copies if copy.where == "packing"]
+
+
+def test_what_is_being_reduced_goes_with_the_operator() -> None:
+    """Inductor's code drops the buffer at once, and gives its memory to no other tensor: the
+    runtime holds it until it has been reduced, and no longer."""
+    with fake_world(2):
+        model = sharded_language_model()
+        options = {"inductor": {"fx_graph_cache": False}}
+        call: Any = torch.compile(model, backend="compile_fsdp", options=options)
+        _, codes = run_and_get_code(lambda: call(*batch()).backward())
+    (lines,) = (code.splitlines() for code in codes if "reduce_inner" in code)
+    called = " = torch.ops.compile_fsdp.reduce_inner.default("
+    reductions = [number for number, line in enumerate(lines) if called in line]
+    assert len(reductions) == 3
+    for number in reductions:
+        found = re.search(r"reduce_inner.default\(\[(buf\d+)\]", lines[number])
+        assert found is not None, lines[number]
+        after = "\n".join(lines[number + 1 :])
+        assert re.match(rf"( *del buf\d+\n)*? *del {found[1]}\n", after), after[:200]
+        assert not re.search(rf"\b{found[1]}\b", after.split(f"del {found[1]}\n", 1)[1])
 
 
 def kernels_of(call: Callable[..., Any]) -> int:

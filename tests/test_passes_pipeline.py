@@ -194,11 +194,21 @@ REUSES: dict[str, Callable[..., torch.Tensor]] = {
     "as a factor of itself": lambda x, w, b: (w * w).sum() + (x * b).sum(),
     "and the bias not at all": lambda x, w, b: (x @ w).cos().sum(),
     "as each other's gradient": lambda x, w, b: (w * b).sum() + x.sum(),
+    "with gradients that go on": lambda x, w, b: ((x.T @ x) * b + w).cos().sum() + (x + b).sum(),
 }
 
 
 @pytest.mark.parametrize(
-    ("inner", "reuse"), [*(("aot_eager", name) for name in REUSES), ("inductor", "in a chain")]
+    ("inner", "reuse"),
+    [
+        *(("aot_eager", name) for name in REUSES),
+        ("inductor", "in a chain"),
+        *(
+            pytest.param("inductor", name, marks=pytest.mark.slow)
+            for name in REUSES
+            if name != "in a chain"
+        ),
+    ],
 )
 def test_gradients_of_all_reads_are_reduced_once(inner: str, reuse: str, square: StubGroup) -> None:
     function = REUSES[reuse]
