@@ -14,7 +14,7 @@ import torch.distributed as dist
 from compile_fsdp.passes.steps import format_bytes
 
 from .contenders import CONTENDERS, FSDP2
-from .plan_against_truth import live_bytes, memory_changes
+from .plan_against_truth import live_bytes
 from .ranks import Ranks, RanksFailed, World
 from .results import Bars, Missing, Part, Settings, progress, table
 from .workloads import Shape, batch_of, seeded_model, shape_of
@@ -33,11 +33,18 @@ class Peaks:
         """Of forward and backward, and of a whole step, in bytes."""
         for _ in range(2):
             self._step()
-        # What a step leaves behind is older than the next one, which frees it.
-        kept = sum(memory_changes(self._step))
-        step = live_bytes(self._step) + kept
-        passes = live_bytes(self._passes) + kept
-        return passes, step
+
+        def two_steps() -> None:
+            self._step()
+            self._step()
+
+        def step_and_passes() -> None:
+            self._step()
+            self._passes()
+
+        # What a step leaves behind counts until the next one frees it, so both are watched: of
+        # memory that was allocated before, nobody would see the end.
+        return live_bytes(step_and_passes), live_bytes(two_steps)
 
     def _passes(self) -> None:
         self._training.call(*self._batch).backward()

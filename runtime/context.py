@@ -159,6 +159,7 @@ class GroupContext:
         with without_autograd():
             together = not self.zeros_missing_gradients and len(contributions) > 1
             if together and all(group.context is self for group in contributions):
+                self.settle_reductions()
                 sent = reduce_together(self.lanes.reduce_inner, contributions)
                 self.note_reduction(tuple(contributions), sent)
                 for group, gradients in contributions.items():
@@ -183,6 +184,13 @@ class GroupContext:
             self.wait_for_reductions()
         self._finish = None
 
+    def settle_reductions(self) -> None:
+        """Let go of packed gradients that nobody reads any more, before another reduction takes
+        memory."""
+        self.lanes.reduce_inner.settle()
+        while self._in_flight and self._in_flight[0][0].has_passed:
+            self._give_back(self._in_flight.popleft()[1])
+
     def note_reduction(
         self, groups: Sequence[FsdpParameterGroup], sent: DBuffer | torch.Tensor
     ) -> None:
@@ -191,16 +199,13 @@ class GroupContext:
         ``sent`` belongs to the compute stream and is read by the reduction lane, so it is kept
         until compute has waited for what is on the lane now: that happens when the next but one
         reduction starts, which bounds what is held to two packed buffers. (On CPU it has waited
-        when the next one starts, see `streams`.)
+        when the next one starts, see `settle_reductions`.)
         """
         self._reduced.update(dict.fromkeys(groups))
         self._in_flight.append((self.lanes.reduce_inner.record_event(), sent))
-        while self._in_flight:
-            event, oldest = self._in_flight[0]
-            if len(self._in_flight) <= 2 and not event.has_passed:
-                break
+        while len(self._in_flight) > 2:
+            event, oldest = self._in_flight.popleft()
             event.wait()
-            self._in_flight.popleft()
             self._give_back(oldest)
         if not self.is_driven:
             self.wait_for_reductions()

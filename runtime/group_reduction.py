@@ -241,6 +241,7 @@ class GroupReduction(GroupUnsharding):
             raise RuntimeError(f"parameter group {self.label!r} is frozen and has no gradients")
         check_partial(partial, self._as_group)
         indices = range(len(self.parameters)) if indices is None else indices
+        self.context.settle_reductions()
         self.accumulate(partial, indices)
         self.context.note_reduction((self._as_group,), partial)
         self.expect_hooks(indices)

@@ -100,6 +100,11 @@ class Lane(ABC):
     def wait_current(self) -> None:
         """Later entries of this lane run after what compute has issued so far."""
 
+    def settle(self) -> None:
+        """Complete what a collective that is started now would have to wait for (CPU: all that is
+        before a pending call), so that its memory goes before more is taken."""
+        return
+
     def synchronize(self) -> None:
         """Make the current stream wait for all of the lane (CUDA: no host block)."""
         self.record_event().wait()
@@ -194,6 +199,11 @@ class _CpuLane(Lane):
         # A lane is in order: its own events need no waiting.
         if not (isinstance(event, _CpuEvent) and event.lane is self):
             self.then(event.wait)
+
+    def settle(self) -> None:
+        with self._lock:
+            if self._calls_pending:
+                self._drain()
 
     def wait_current(self) -> None:
         """Nothing to do: compute on CPU is finished when its call returns."""
