@@ -88,10 +88,10 @@ def planned(name: str, shape: Shape) -> tuple[Outcome, Prediction]:
 
 def peak_on_gloo(schedule: Schedule, sizes: Mapping[str, GroupSizes]) -> int:
     """The peak of a graph that starts without gradients: those of a group come with its reduction,
-    which has a receiving buffer until the next one has its own."""
+    which has a receiving buffer until the next one starts."""
     reductions = [step for step in schedule.steps if isinstance(step, ReduceInner)]
     size = len(schedule.facts.names)
-    ends = [*(step.anchor + 1 for step in reductions[1:]), size]
+    ends = [*(step.anchor for step in reductions[1:]), size]
     more = [
         (step.anchor, end, schedule.groups[step.group].reduce_bytes)
         for step, end in zip(reductions, ends, strict=False)

@@ -23,7 +23,8 @@ def memory_curve(
 ) -> MemoryCurve:
     """The live bytes of a graph that follows ``steps``.
 
-    ``in_flight``: so many packed gradients are held; the next reduction waits for the oldest.
+    ``in_flight``: so many packed gradients are held; the next reduction waits for the oldest, and
+    where it is one, before it takes memory of its own.
     """
     size = len(facts.names)
     in_place = _packed_in_place(steps, facts)
@@ -102,7 +103,7 @@ def _packed(
     return [
         (
             min(in_place.get(step.names[0], [step.anchor])),
-            until + 1,
+            until + (in_flight > 1),
             sum(groups[name].reduce_bytes for name in step.names),
         )
         for step, until in zip(reductions, done, strict=False)

@@ -166,6 +166,7 @@ class GroupReduction(GroupUnsharding):
             if gradients is None:
                 gradients = take_gradients(self.parameters)
             if gradients:
+                self.context.settle_reductions()
                 self._reduce_or_withhold(self.pack(gradients), tuple(gradients))
 
     def reduce_packed(self, packed: torch.Tensor, indices: Sequence[int]) -> None:

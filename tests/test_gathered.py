@@ -35,7 +35,9 @@ def test_two_places_are_held_and_released_each_by_itself() -> None:
         own = group.acquire()
         group.wait_for_unshard()
     assert not records, "what is there is copied, not gathered again"
-    assert own is group.full_local_tensor and torch.equal(own, placed)
+    assert own is group.full_local_tensor
+    # By bits: between tensors there is what was in memory before, which may be NaN.
+    assert torch.equal(own.view(torch.int32), placed.view(torch.int32))
     assert own.data_ptr() != placed.data_ptr()
     group.drop(placed)
     assert not arena.taken and group.is_readable and own.untyped_storage().nbytes()

@@ -138,8 +138,10 @@ class LoopbackGroup(dist.ProcessGroup):
     def alltoall_base(
         self, output: Any, input: Any, received: Sequence[int], sent: Sequence[int], opts: Any
     ) -> dist.Work:
-        own = input.split(list(sent))[self.rank()]
-        return self._run("all_to_all", *((part, own) for part in output.split(list(received))))
+        cut = input.split(list(sent)) if sent else input.chunk(self.size())
+        own = cut[self.rank()]
+        parts = output.split(list(received)) if received else output.chunk(self.size())
+        return self._run("all_to_all", *((part, own) for part in parts))
 
     def broadcast(self, tensors: Any, opts: Any) -> dist.Work:
         (tensor,) = tensors
