@@ -116,7 +116,9 @@ def all_gather(
         return
     on_cuda = output.device.type == "cuda"
     even = len(set(sizes)) == 1
-    few = output.numel() * output.element_size() <= _SMALL_GATHER
+    # gloo's own gather also writes the rank's own part, which may be the input, and whoever owns
+    # that may write it before the gather is waited for.
+    few = output.numel() * output.element_size() <= _SMALL_GATHER and not _share(output, input)
     by_one = even and (on_cuda or few or group.size() > _MOST_BROADCASTS)
 
     def start() -> Waitable | None:
@@ -327,6 +329,11 @@ def _check_sizes(
 def _copy_unless_same(lane: Lane, output: torch.Tensor, input: torch.Tensor) -> None:
     if not _same_memory(output, input):
         lane.then(_without_autograd(lambda: output.copy_(input)))
+
+
+def _share(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are parts of one storage: on all ranks, or on none."""
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
