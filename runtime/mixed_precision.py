@@ -33,7 +33,7 @@ class MixedPrecisionPolicy:
 
     Raises:
         TypeError: a dtype is neither None nor a floating-point ``torch.dtype``;
-            ``compute_weights`` is neither None, a string nor a mapping.
+            ``compute_weights`` is neither None, a string nor a mapping from strings.
         ValueError: a value of ``compute_weights`` is neither None nor ``"mxfp8"``, or
             ``scaled_matmul`` is asked for without it.
     """
@@ -64,6 +64,12 @@ class MixedPrecisionPolicy:
                 'MixedPrecisionPolicy.compute_weights must be None, "mxfp8" or a mapping of '
                 f"patterns to these, got {asked!r}"
             )
+        for pattern in asked if isinstance(asked, Mapping) else ():
+            if not isinstance(pattern, str):
+                raise TypeError(
+                    "MixedPrecisionPolicy.compute_weights: expected patterns of parameter names, "
+                    f"got {pattern!r} as one; use the names below the module that is sharded"
+                )
         for value in asked.values() if isinstance(asked, Mapping) else (asked,):
             if value not in (None, "mxfp8"):
                 raise ValueError(

@@ -165,6 +165,7 @@ def test_a_group_by_itself_names_the_parameter() -> None:
 @pytest.mark.parametrize(
     ("value", "error", "message"),
     [
+        ({3: "mxfp8"}, TypeError, "expected patterns of parameter names, got 3"),
         ("mxfp4", ValueError, "expected None or \"mxfp8\", got 'mxfp4'"),
         ({"up.weight": "fp8"}, ValueError, "got 'fp8'"),
         (["up.weight"], TypeError, r"a mapping of patterns to these, got \['up.weight'\]"),
