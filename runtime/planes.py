@@ -30,9 +30,8 @@ from .group_unsharding import GroupUnsharding
 from .layout import GlobalLayout
 from .placement import differing_axes
 from .quantized_dbuffer import QuantizedDBuffer
-from .streams import Lane
 from .unsharding import Unsharding
-from .weights import Weights, same_memory, shard_count, widen
+from .weights import Weights, same_memory, shard_count
 
 if TYPE_CHECKING:
     from .parameter_group import FsdpParameterGroup
@@ -123,15 +122,11 @@ class PlaneWeights(Weights):
         """See `Weights.follows`: planes are never what they are quantised from."""
         return True
 
-    def redistribute(self, lane: Lane, label: str) -> bool:
-        """See `Weights.redistribute`."""
-        if not self.redistribution_due:
-            return False
-        pairs = zip(self._planes(self.post_optimizer), self._planes(self.model), strict=True)
-        for plane, wider in pairs:
-            widen(plane, wider, lane, label=label)
-        self.redistribution_due = False
-        return True
+    @property
+    def redistributed(self) -> tuple[tuple[DBuffer, DBuffer], ...]:
+        """See `Weights.redistributed`."""
+        planes, wider = self._planes(self.post_optimizer), self._planes(self.model)
+        return tuple(zip(planes, wider, strict=True))
 
     @property
     def gathered_axes(self) -> tuple[int, ...]:

@@ -62,10 +62,20 @@ class Weights(ABC):
         `redistribute`.
         """
 
+    @property
     @abstractmethod
+    def redistributed(self) -> tuple[tuple[DBuffer, DBuffer], ...]:
+        """The optimizer's parts of the shard, each with what it is a part of."""
+
     def redistribute(self, lane: Lane, label: str) -> bool:
         """Bring a stale shard up to date on ``lane``, which has waited for who wrote its part;
         False if it was not stale."""
+        if not self.redistribution_due:
+            return False
+        for part, whole in self.redistributed:
+            widen(part, whole, lane, label=label)
+        self.redistribution_due = False
+        return True
 
     @abstractmethod
     def pieces(self, into: DBuffer) -> tuple[tuple[DBuffer, torch.Tensor], ...]:
@@ -166,13 +176,10 @@ class GroupWeights(Weights):
         copies = self.main is not self.model and self.main is not self.post_optimizer
         return copies or self.post_optimizer.placements != self.model.placements
 
-    def redistribute(self, lane: Lane, label: str) -> bool:
-        """See `Weights.redistribute`."""
-        if not self.redistribution_due:
-            return False
-        widen(self.post_optimizer, self.model, lane, label=label)
-        self.redistribution_due = False
-        return True
+    @property
+    def redistributed(self) -> tuple[tuple[DBuffer, DBuffer], ...]:
+        """See `Weights.redistributed`."""
+        return ((self.post_optimizer, self.model),)
 
     @property
     def gathered_axes(self) -> tuple[int, ...]:
