@@ -68,6 +68,7 @@ class StubGroup:
         shard: the flat leaf that graphs take as input.
         gradients: accumulated gradient of each tensor, None where none arrived.
         reductions: the indices of every reduction, in order.
+        handed_over: packed gradients, each with a copy as it was then.
     """
 
     device = torch.device("cpu")
@@ -102,6 +103,7 @@ class StubGroup:
         self.context = StubContext()
         self.gradients: list[torch.Tensor | None] = [None] * len(values)
         self.reductions: list[list[int]] = []
+        self.handed_over: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.outer_reductions = 0
         self.holders = 0
         self.gathers = 0
@@ -154,6 +156,8 @@ class StubGroup:
 
     def reduce_packed(self, packed: torch.Tensor, indices: Sequence[int]) -> None:
         assert packed.shape == (self.info.full_numel,)
+        # The runtime reads it for longer than the operator runs.
+        self.handed_over.append((packed, packed.clone()))
         parts = packed.split([prod(shape) for shape in self.info.shapes])
         self.reduce_gradients(
             {index: parts[index].view(self.info.shapes[index]) for index in indices}

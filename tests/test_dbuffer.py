@@ -428,3 +428,20 @@ def test_parts_that_may_cut_rows_are_told_from_those_that_may_not() -> None:
     assert flat.get_local_tensor(0).shape == (6,)
     assert rows.get_local_tensor(0).shape == (2, 3)
     assert whole.view([Flat()]).get_local_tensor(0).shape == (6,)
+
+
+@LAYOUTS
+@distributed(1, 2)
+def test_all_pieces_are_the_pieces_one_by_one(kind: str) -> None:
+    """Of the same memory, whatever lies between them."""
+    ranks = dist.get_world_size()
+    for shape in MESHES[ranks]:
+        mesh = init_device_mesh("cpu", shape)
+        truth = Truth(mesh, layout_of(kind, ranks))
+        olds = {old for old, _, _ in redistributions(mesh.ndim, kind)}
+        for buffer in (truth.buffer(old) for old in olds):
+            together = buffer.get_local_tensors(range(len(SHAPES)))
+            for index, piece in enumerate(together):
+                alone = buffer.get_local_tensor(index)
+                assert piece.shape == alone.shape and torch.equal(piece, alone)
+                assert not piece.numel() or piece.data_ptr() == alone.data_ptr()

@@ -14,7 +14,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
-from compile_fsdp import BlockAtomic, Flat, MixedPrecisionPolicy, Placements, ShardLayout
+from compile_fsdp import (
+    BlockAtomic,
+    Flat,
+    MixedPrecisionPolicy,
+    Placements,
+    ShardLayout,
+    fully_shard,
+    fully_shard_optimizer,
+)
 from compile_fsdp.runtime import collectives
 from compile_fsdp.runtime.parameter_group import (
     _CONTAINING_PARAMETER_GROUP_ATTR,
@@ -289,6 +297,22 @@ def test_a_sync_marks_a_wider_model_weight_stale_until_the_next_unshard(mode: Mo
         group.wait_for_unshard()
     assert [record.kind for record in records] == ["all_gather"]
     assert all((each.unsharded == 3.0).all() for each in group.parameters)
+
+
+@distributed(2)
+def test_what_becomes_trainable_may_be_stepped_by_somebody_else() -> None:
+    """An optimizer that tells of its steps has the weight; nobody knows who has the bias now."""
+    module = nn.Linear(4, 4)
+    fully_shard(module, cpu_mesh())
+    module.bias.requires_grad_(False)
+    (group,) = module.fsdp_parameter_groups
+    optimizer = torch.optim.SGD([module.weight], lr=0.1)
+    fully_shard_optimizer(optimizer)
+    for trainable in (False, True):
+        module.bias.requires_grad_(trainable)
+        module(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+        assert group.syncs_with_optimizer == (not trainable)
 
 
 @distributed(2)

@@ -123,6 +123,7 @@ def test_packed_gradients_are_reduced_like_others(indices: Sequence[int], withhe
         groups.append(group)
         info = group.info
         torch.manual_seed(dist.get_rank())
+        handed_over = []
         for _ in range(2):
             packed = torch.full((info.full_numel,), torch.nan)
             gradients = {}
@@ -130,13 +131,14 @@ def test_packed_gradients_are_reduced_like_others(indices: Sequence[int], withhe
                 gradients[index] = torch.randn(info.shapes[index])
                 start = info.offsets[index]
                 packed[start : start + gradients[index].numel()] = gradients[index].flatten()
-            before = packed.clone()
+            handed_over.append((packed, packed.clone()))
             if packs:
                 group.reduce_packed(packed, indices)
             else:
                 group.reduce_gradients(gradients)
-            if withheld:
-                # A graph may still read a gradient that it has handed over.
+        if withheld:
+            # A graph may still read a gradient that it has handed over.
+            for packed, before in handed_over:
                 assert torch.equal(packed.nan_to_num(), before.nan_to_num())
         group.context.end_of_backward()
     plain, by_packing = ([each.sharded.grad for each in group.parameters] for group in groups)

@@ -219,6 +219,31 @@ def test_gradients_of_all_reads_are_reduced_once(inner: str, reuse: str, square:
     assert len(square.reductions) == 1
 
 
+def test_a_gradient_that_goes_on_is_not_overwritten_where_it_is_reduced() -> None:
+    """The gradient of the first weight is a product, is reduced, and only then multiplied by
+    something for the last time: where Inductor would write the result into its memory."""
+    groups = [StubGroup(name, {"w": torch.randn(WIDTH, WIDTH)}) for name in ("a", "b", "c")]
+    marked: Any = torch.ops.compile_fsdp.parameter
+
+    def function(x: torch.Tensor, *shards: torch.Tensor) -> torch.Tensor:
+        a, b, c = (
+            marked(shard, group.info.name, 0) for shard, group in zip(shards, groups, strict=True)
+        )
+        return (((x @ c).sin() + a) @ b).sin().sum()
+
+    x = torch.randn(WIDTH, WIDTH)
+    plain = [group.copy_full_parameter(0).requires_grad_() for group in groups]
+    a, b, c = plain
+    expected = torch.autograd.grad((((x @ c).sin() + a) @ b).sin().sum(), plain)
+    with registered(*groups):
+        run = compiled(function, "inductor", *groups)
+        run(x, *(group.shard for group in groups)).backward()
+    for group, gradient in zip(groups, expected, strict=True):
+        assert_equal(group.gradients, [gradient], "inductor")
+        ((packed, before),) = group.handed_over
+        assert torch.equal(packed, before)
+
+
 @both
 def test_two_markers_whose_gradients_are_equal_count_twice(inner: str, square: StubGroup) -> None:
     """They are merged before the backward graph is made, and must not be halved."""
