@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
+from compile_fsdp.runtime.modes import without_autograd
 from compile_fsdp.runtime.parameter_group import get_containing_parameter_group
 from compile_fsdp.runtime.row_dtensor import cut_tensor_like
 
@@ -163,7 +164,7 @@ class OptimizerState:
 
     def prepare(self) -> None:
         """Allocate the state that the optimizer does not have yet."""
-        with torch.inference_mode(False), torch.no_grad():
+        with without_autograd():
             for fqn, states in self._loaded.items():
                 restored = self._restored.setdefault(fqn, {})
                 for name, (held, entry) in states.items():
@@ -174,7 +175,7 @@ class OptimizerState:
 
     def commit(self) -> None:
         """Write state and options into the optimizer."""
-        with torch.inference_mode(False), torch.no_grad():
+        with without_autograd():
             for target, source in self._copies:
                 target.copy_(source)
             for fqn, owner in self._owners.items():

@@ -50,6 +50,7 @@ from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from compile_fsdp.runtime.dbuffer import DBuffer
+from compile_fsdp.runtime.modes import without_autograd
 from compile_fsdp.runtime.parameter_group import (
     FsdpParameterGroup,
     get_containing_parameter_group,
@@ -197,7 +198,7 @@ class SaveEntries(DefaultSavePlanner):
         for item in plan.items:
             entry = self._entries[item.index.fqn]
             if isinstance(entry, Piece):
-                with torch.inference_mode(False), torch.no_grad():
+                with without_autograd():
                     local = torch.empty_like(entry.local, device="cpu").copy_(entry.local)
                 self._snapshot[item.index.fqn] = local
             else:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from compile_fsdp.runtime.modes import without_autograd
 from compile_fsdp.runtime.parameter_group import (
     get_containing_parameter_group,
     sync_model_weights_from_main_weights,
@@ -175,7 +176,7 @@ class ModelState:
             extra = {self._extra[name][0]: each.value for name, each in self._loaded_extra.items()}
             # Through the module, whose wrappers and hooks know where it goes.
             self._model.load_state_dict(extra, strict=False)
-        with torch.inference_mode(False), torch.no_grad():
+        with without_autograd():
             for name, tensor in self._tensors.items():
                 self.locator.piece_of(tensor).local.copy_(self._loaded[name].local)
             sync_model_weights_from_main_weights(list(self._tensors.values()))

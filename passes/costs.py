@@ -36,7 +36,8 @@ class DeviceCosts:
         bandwidth: of its memory, bytes/s.
         memory: bytes of its memory, None when unknown.
         start: seconds to start one kernel.
-        reductions: how many packed gradients are held at most once the next reduction has started.
+        reductions: how many packed gradients the runtime holds; the next reduction waits for the
+            oldest (see `memory.memory_curve`).
     """
 
     name: str

@@ -91,7 +91,7 @@ USUAL_LINKS: dict[str, tuple[str, str]] = {
 COLLECTIVE_START = {"gloo": 60 * US}
 USUAL_COLLECTIVE_START = 8.4 * US
 
-# Packed gradients that are held at most once the next reduction has started: on a device the host
-# waits for none, and on CPU the lane finishes one before it starts the next.
+# Packed gradients that the runtime holds: on a device it waits for the oldest of two, and on CPU
+# the lane finishes one before the next takes memory.
 REDUCTIONS = {"cpu": 1}
 USUAL_REDUCTIONS = 2

@@ -1,7 +1,7 @@
-"""How Inductor must treat a gathered buffer: memory that is not its own, and that goes away.
+"""How Inductor must treat buffers of the runtime: gathered weights, and packed gradients.
 
 Inductor takes the result of an opaque op for a fresh allocation, and moves reads of it freely
-unless it sees a mutation. Two lowerings tell it what it cannot know:
+unless it sees a mutation. Lowerings tell it what it cannot know:
 
 ``unshard``
     The buffer belongs to the runtime, which takes its memory away at ``release``. Inductor must

@@ -28,6 +28,7 @@ from .dbuffer import DBuffer
 from .group_info import GroupInfo
 from .group_unsharding import GroupUnsharding
 from .layout import GlobalLayout
+from .modes import without_autograd
 from .placement import differing_axes
 from .quantized_dbuffer import QuantizedDBuffer
 from .unsharding import Unsharding
@@ -64,7 +65,7 @@ class PlaneWeights(Weights):
         self.columnwise = columnwise
         self.gathers = shard_count(main.mesh, placements) > 1
         numel = main.local_numel(placements)
-        with torch.inference_mode(False), torch.no_grad():
+        with without_autograd():
             self.shard = torch.empty(numel + numel // 32, dtype=torch.uint8, device=main.device)
         self.model = self._over(self.shard, placements)
         self.post_optimizer = self.model.view(main.placements)
