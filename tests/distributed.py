@@ -355,6 +355,10 @@ def forget() -> None:
     # this, but importing it imports Dynamo and FSDP, which most tests do without.)
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()
+    # Autograd keeps what a failed backward had left to do until this thread's next one, and with it
+    # the model and its process groups: connections stay open, and a rank that waits for an answer
+    # on one of them could not end its world.
+    torch.ones((), requires_grad=True).backward()
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
