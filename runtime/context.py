@@ -11,7 +11,7 @@ import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -21,7 +21,7 @@ from .agreement import Step, agreement_of
 from .arena import Place
 from .dbuffer import DBuffer
 from .host_state import Uncapturable
-from .memory import Memory
+from .memory import Memory, anywhere
 from .merging import gather_together, reduce_together
 from .modes import without_autograd
 from .process_groups import GATHER, REDUCE_INNER, REDUCE_OUTER, UNIFIED
@@ -113,7 +113,7 @@ class GroupContext:
         """A group's staging buffers may come from ``pool``: they do where those of all groups may,
         for these share their memory."""
         self._all_staged = self._all_staged and pool is not None
-        self.memory.source = pool.allocating if pool and self._all_staged else nullcontext
+        self.memory.source = pool.allocating if pool and self._all_staged else anywhere
 
     def groups(self) -> Iterator[FsdpParameterGroup]:
         """The live groups, in the order they were added."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement
 
@@ -20,7 +21,7 @@ from .main_gradient import MainGradient, pack_gradients, take_gradients
 from .modes import without_autograd
 from .profiling import profiled
 from .symmetric_memory import StagingPool
-from .torch_internals import in_backward, will_accumulate, zero_each
+from .torch_internals import accumulation_into, in_backward, will_be_executed, zero_each
 from .weights import GroupWeights
 
 if TYPE_CHECKING:
@@ -124,7 +125,11 @@ class GroupReduction(GroupUnsharding):
 
         False inside ``torch.autograd.grad`` with respect to inputs only.
         """
-        return self.requires_grad and (not in_backward() or will_accumulate(self.flat_leaf))
+        return self.requires_grad and (not in_backward() or will_be_executed(self._accumulation))
+
+    @functools.cached_property
+    def _accumulation(self) -> Node:
+        return accumulation_into(self.flat_leaf)
 
     @functools.cached_property
     def _partial_placements(self) -> tuple[Placement, ...]:

@@ -18,22 +18,29 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 
 from .arena import AllocatingLane, Arena
 from .modes import without_autograd
 
-__all__ = ["COMPUTE", "Memory", "MemoryEvent"]
+__all__ = ["COMPUTE", "Memory", "MemoryEvent", "anywhere"]
 
 COMPUTE = "compute"
 """Whose memory it is that belongs to no lane."""
 
 
-@dataclass(frozen=True)
-class MemoryEvent:
+_ANYWHERE = nullcontext()
+
+
+def anywhere() -> AbstractContextManager[object]:
+    """A context in which bytes are taken from where torch takes them."""
+    return _ANYWHERE
+
+
+class MemoryEvent(NamedTuple):
     """Bytes were handed out, or let go of.
 
     Attributes:
@@ -61,14 +68,14 @@ class _Block:
         pool: those that may take their place; None: none may.
         number: of the block, in the order of their making.
         used: they are handed out now.
-        end_of_life: notices that no tensor over them is left.
+        end_of_life: notices that no tensor over them is left; None once that has been noticed.
     """
 
     event: MemoryEvent
     pool: tuple[object, ...] | None = None
     number: int = 0
     used: bool = True
-    end_of_life: weakref.finalize[Any, Any] | None = None
+    end_of_life: weakref.ref[torch.UntypedStorage] | None = None
 
 
 class Memory:
@@ -91,7 +98,7 @@ class Memory:
 
     def __init__(self) -> None:
         self.observers: list[Callable[[MemoryEvent], None]] = []
-        self.source: Callable[[], AbstractContextManager[object]] = nullcontext
+        self.source: Callable[[], AbstractContextManager[object]] = anywhere
         self.is_static = False
         self.arena = Arena(self)
         self.allocations = 0
@@ -102,6 +109,8 @@ class Memory:
         self._lock = threading.RLock()
         # By address.
         self._blocks: dict[int, _Block] = {}
+        # Also those whose address another one has by now: they are heard of once more.
+        self._living: set[_Block] = set()
         self._waiting: dict[tuple[object, ...], list[tuple[int, torch.Tensor]]] = {}
         self._made = 0
 
@@ -171,8 +180,7 @@ class Memory:
         if _has_memory(tensor):
             with self._lock:
                 block = self._blocks.get(storage.data_ptr())
-            if block is not None and block.end_of_life is not None:
-                block.end_of_life.detach()
+            if block is not None:
                 self._note_gone(block)
         with _on(lane):
             storage.resize_(0)
@@ -204,7 +212,7 @@ class Memory:
             number = min(range(len(waiting)), key=lambda each: waiting[each][0])
             _, tensor = waiting.pop(number)
             block = self._blocks[tensor.data_ptr()]
-            block.event = replace(block.event, owner=owner)
+            block.event = block.event._replace(owner=owner)
             block.used = True
         self._note_used(block)
         return tensor
@@ -221,13 +229,14 @@ class Memory:
         self.allocations += 1
         self._made += 1
         block = _Block(_event(tensor, owner, _name_of(lane)), pool, self._made)
-        block.end_of_life = weakref.finalize(tensor.untyped_storage(), self._note_gone, block)
-        block.end_of_life.atexit = False
+        # Not `weakref.finalize`, whose own books cost more than ours.
+        block.end_of_life = weakref.ref(tensor.untyped_storage(), lambda _: self._note_gone(block))
         self._note_used(block)
 
     def _note_used(self, block: _Block) -> None:
         with self._lock:
             self._blocks[block.event.address] = block
+            self._living.add(block)
             self._count(block.event.bytes)
         self._tell(block.event)
 
@@ -238,6 +247,10 @@ class Memory:
 
     def _note_gone(self, block: _Block) -> None:
         with self._lock:
+            if block.end_of_life is None:
+                return
+            block.end_of_life = None
+            self._living.discard(block)
             # Another thread may have been given the same address already.
             if self._blocks.get(block.event.address) is block:
                 del self._blocks[block.event.address]
@@ -249,7 +262,7 @@ class Memory:
 
     def _tell_freed(self, used: MemoryEvent) -> None:
         if self.observers:
-            self._tell(replace(used, what="free"))
+            self._tell(used._replace(what="free"))
 
     def _tell(self, event: MemoryEvent) -> None:
         for observer in tuple(self.observers):
@@ -266,7 +279,7 @@ def _name_of(lane: AllocatingLane | None) -> str:
 
 
 def _on(lane: AllocatingLane | None) -> AbstractContextManager[object]:
-    return nullcontext() if lane is None else lane.allocating()
+    return _ANYWHERE if lane is None else lane.allocating()
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

@@ -111,11 +111,13 @@ class Lane(ABC):
 
     def allocating(self) -> AbstractContextManager[object]:
         """A context in which tensors are allocated for use on this lane."""
-        return nullcontext()
+        return _ANYWHERE
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"
 
+
+_ANYWHERE = nullcontext()
 
 # Not a context variable: backward may run in autograd's own threads, which do not inherit one.
 _makers: list[Callable[[str], Lane]] = []

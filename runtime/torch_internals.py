@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -17,6 +18,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch._ops import OpOverload as OpOverload
+from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
@@ -47,22 +49,28 @@ def is_below_autograd() -> bool:
     return left_out(_COUNTS_WRITES) or left_out(_RECORDS_GRAPHS)
 
 
-def will_accumulate(leaf: torch.Tensor) -> bool:
-    """Whether the running backward was asked for the gradient of ``leaf``.
+def accumulation_into(leaf: torch.Tensor) -> Node:
+    """The node of every graph that adds to the ``.grad`` of ``leaf``: the same one for as long as
+    somebody keeps it."""
+    return torch.autograd.graph.get_gradient_edge(leaf).node
+
+
+def will_be_executed(node: Node) -> bool:
+    """Whether the running backward was asked for what ``node`` does.
 
     ``torch.autograd.grad(loss, inputs)`` executes a compiled backward as a whole, parameter
     gradients included; only the engine knows that nobody asked for them. Must be called inside
-    a backward. Outside of one (gradients computed by a forward graph) the answer is True.
+    a backward.
     """
-    if not in_backward():
-        return True
-    node = torch.autograd.graph.get_gradient_edge(leaf).node
     return torch._C._will_engine_execute_node(node)
 
 
 DISPATCHES_SUBCLASSES_AS_DTENSOR = torch.__version__ < "2.13"
 """Whether subclasses of DTensor have no operators of their own: torch 2.11 takes its own fast path
 for them, whatever their ``__torch_dispatch__`` is; 2.13 asks them. (2.12 was not looked at.)"""
+
+
+_version_of = operator.attrgetter("_version")
 
 
 def writes_of(tensors: Sequence[torch.Tensor]) -> int:
@@ -73,7 +81,10 @@ def writes_of(tensors: Sequence[torch.Tensor]) -> int:
     operators on lists write into torch's own DTensors (ours see to it themselves). Autograd's count
     has no public name. Inference tensors have none.
     """
-    return sum([0 if tensor.is_inference() else tensor._version for tensor in tensors])
+    try:
+        return sum(map(_version_of, tensors))
+    except RuntimeError:
+        return sum(0 if tensor.is_inference() else _version_of(tensor) for tensor in tensors)
 
 
 def is_profiling() -> bool:

@@ -217,7 +217,7 @@ def widen(
     outer cut yields a whole dp_inner segment, which is gathered at its place in ``target``.
     ``depends``: something still on the lane writes ``source``.
     """
-    axes = differing_axes(source.placements, target.placements)
+    axes = source.changed_axes(target.placements)
     current = source
     for axis in axes:
         out = target
