@@ -36,17 +36,14 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-# A kernel of an operator is run without either; a higher-order operator (`torch.cond`) leaves out
-# the second only, and still counts writes.
-_COUNTS_WRITES = torch._C.DispatchKey.ADInplaceOrView
 _RECORDS_GRAPHS = torch._C.DispatchKey.AutogradFunctionality
 
 
 def is_below_autograd() -> bool:
     """Whether the caller is a kernel of an operator, or a mode that sees operators: where the
-    dispatcher has been told to leave some of autograd out. It has no public question."""
-    left_out = torch._C._dispatch_tls_is_dispatch_key_excluded
-    return left_out(_COUNTS_WRITES) or left_out(_RECORDS_GRAPHS)
+    dispatcher has been told to leave autograd out, in a kernel with its count of writes, in the
+    body of a higher-order operator (`torch.cond`) without. It has no public question."""
+    return torch._C._dispatch_tls_is_dispatch_key_excluded(_RECORDS_GRAPHS)
 
 
 def accumulation_into(leaf: torch.Tensor) -> Node:
