@@ -27,7 +27,7 @@ from .memory import Memory
 from .modes import without_autograd
 from .placement import differing_axes, is_sharded
 from .streams import Event, Lane
-from .torch_internals import copy_each, zero_each
+from .torch_internals import copy_each, local_of, zero_each
 
 if TYPE_CHECKING:
     from .parameter import FsdpParameter
@@ -120,8 +120,10 @@ class MainGradient:
             self._use_fresh(lane.memory)
             self._stale = False
             self._carry = None
-        elif self._stale:
-            self._set_finished_aside(missing, lane.memory)
+        else:
+            self._leave_to_the_user(missing)
+            if self._stale:
+                self._set_finished_aside(missing, lane.memory)
         lane.wait_current()
         hooked = self.hooks.on(indices)
         # What a hook has seen, a user may have kept: that is no accumulator.
@@ -221,6 +223,16 @@ class MainGradient:
             gradient = self._parameters[index].grad
             if isinstance(gradient, DTensor) and self._static is not None:
                 self._parameters[index].grad = gradient.clone()
+
+    def _leave_to_the_user(self, dropped: Sequence[int]) -> None:
+        """Who drops some gradients (a hook does, or one of two optimizers) may have kept them: they
+        get memory of their own, for their place is about to be used again. In static memory they
+        are overwritten, as all are."""
+        for index in dropped:
+            gradient = self._bound.pop(index, None)
+            if isinstance(gradient, DTensor) and self._static is None:
+                local = local_of(gradient)
+                local.data = local.clone()
 
     def _set_finished_aside(self, dropped: Sequence[int], memory: Memory) -> None:
         """Finished gradients were kept (several backwards, or zeroed in place): they come back

@@ -78,11 +78,15 @@ def test_dropping_one_gradient_restarts_that_one_only() -> None:
     (batch,) = language_batches(1, 2)
     sharded(*local_batch(batch)).backward()
     once = {name: full(each.grad) for name, each in sharded.named_parameters()}
+    kept = sharded.head._parameters["weight"].grad
     sharded.head._parameters["weight"].grad = None
     sharded(*local_batch(batch)).backward()
+    sharded(*local_batch(batch)).backward()
+    torch.testing.assert_close(full(kept), once["head.weight"], rtol=0, atol=0)
     for name, parameter in sharded.named_parameters():
-        factor = 1 if name == "head.weight" else 2
-        torch.testing.assert_close(full(parameter.grad), factor * once[name], rtol=0, atol=0)
+        factor = 2 if name == "head.weight" else 3
+        expected = sum([once[name]] * factor)
+        torch.testing.assert_close(full(parameter.grad), expected, rtol=0, atol=0)
 
 
 class LateUse(nn.Module):
@@ -170,6 +174,23 @@ def test_a_replaced_gradient_is_added_to() -> None:
     sharded(*local_batch(batch)).backward()
     for name, parameter in sharded.named_parameters():
         torch.testing.assert_close(full(parameter.grad), 1.5 * once[name])
+
+
+@distributed(2)
+def test_a_gradient_of_an_earlier_step_is_put_back() -> None:
+    """Where the gradients of this one are elsewhere by now, and none is its own."""
+    model = LateUse()
+    fully_shard(model, cpu_mesh())
+    batch = [torch.randn(4, 4), torch.randn(4, 2)]
+    late = model.late._parameters["weight"]
+    model(*batch, True).backward()
+    kept, once = late.grad, full(late.grad)
+    loss = model(*batch, False)
+    model.zero_grad()
+    loss.backward()
+    late.grad = kept
+    model(*batch, True).backward()
+    torch.testing.assert_close(full(late.grad), once + once, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("driver", ["eager", "aot_eager"])
