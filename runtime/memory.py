@@ -254,11 +254,10 @@ class Memory:
             # Another thread may have been given the same address already.
             if self._blocks.get(block.event.address) is block:
                 del self._blocks[block.event.address]
+            # It was in use: what waits to be used is held.
             self.frees += 1
-            if block.used:
-                self._count(-block.event.bytes)
-        if block.used:
-            self._tell_freed(block.event)
+            self._count(-block.event.bytes)
+        self._tell_freed(block.event)
 
     def _tell_freed(self, used: MemoryEvent) -> None:
         if self.observers:

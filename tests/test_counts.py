@@ -23,7 +23,7 @@ from benchmarks.copies import copies_in
 from compile_fsdp import Explanation, capture, fully_shard_optimizer
 from compile_fsdp.backend import compile_fsdp
 from compile_fsdp.runtime import collectives
-from compile_fsdp.runtime.memory import Memory
+from compile_fsdp.runtime.memory import Memory, MemoryEvent
 from compile_fsdp.runtime.ops import recorded_steps
 from tests.distributed import run
 from tests.explaining import batch, fake_world, sharded_language_model
@@ -154,6 +154,28 @@ def test_the_graphs() -> None:
         assert not [
             line for line in lines if re.search(r"aten\.(clone|copy|cat|stack|_to_copy)", line)
         ]
+
+
+@pytest.mark.parametrize("driver", ["eager", "aot_eager"])
+def test_gradients_go_before_their_successors_take_memory(driver: str) -> None:
+    """Packed ones when they have been sent, those of the last step one group after another."""
+    with fake_world(2):
+        model = sharded_language_model()
+        call = drive(model, driver)
+        live, most = Counter[str](), Counter[str]()
+
+        def observe(event: MemoryEvent) -> None:
+            kind = event.owner.partition(" of ")[0]
+            live[kind] += 1 if event.what == "allocate" else -1
+            most[kind] = max(most[kind], live[kind])
+
+        model._fsdp_unit.context.memory.observers.append(observe)
+        for _ in range(2):
+            loss = call(*batch())
+            model.zero_grad()  # a forward would let go of them all at its start
+            loss.backward()
+    assert most["gradients"] == 1 and live["gradients"] == 0
+    assert most["main gradients"] == live["main gradients"] == 3
 
 
 def calls_of(work: Callable[[], object]) -> int:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from compile_fsdp import Placements, fully_shard, fully_shard_optimizer
+from compile_fsdp import Placements, fully_shard, fully_shard_optimizer, microbatch
 from tests.distributed import distributed
 from tests.models import LanguageModel, language_batches
 from tests.training import (
@@ -80,6 +80,25 @@ def step_in_hooks(model: nn.Module) -> None:
             optimizer.zero_grad()
 
         parameter.register_post_accumulate_grad_hook(step)
+
+
+@pytest.mark.parametrize(("mode", "calls"), [("zero3", 2), ("zero1", 1)])
+@distributed(2)
+def test_post_accumulate_hooks_wait_for_the_last_microbatch_where_gradients_do(
+    mode: str, calls: int
+) -> None:
+    mesh = cpu_mesh()
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh, getattr(Placements, mode)(mesh))
+    finished: list[bool] = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda each: finished.append(each.grad.placements == each.placements)
+        )
+    for is_last in (False, True):
+        with microbatch(model, is_last):
+            model(torch.randn(2, 4)).sum().backward()
+    assert finished == [True] * calls * 2
 
 
 @distributed(2)

@@ -143,11 +143,47 @@ def test_what_is_not_given_back_is_let_go_of(static: Memory) -> None:
     assert static.allocations == 2
 
 
+def test_who_has_an_address_next_is_not_taken_for_who_had_it(
+    static: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread may be given bytes before we hear that they were let go of."""
+    same = bytearray(32)
+    monkeypatch.setattr(static, "raw", lambda *_: torch.frombuffer(same, dtype=torch.float32))
+    first, second = floats(static, 8), floats(static, 8)
+    assert first.data_ptr() == second.data_ptr()
+    del first
+    assert (static.frees, static.live_bytes) == (1, 32)
+    static.give_back(second)
+    assert static.live_bytes == 0
+    assert floats(static, 8) is second
+    assert static.allocations == 2
+
+
 def test_neither_a_part_nor_a_stranger_can_be_given_back(static: Memory) -> None:
     tensor = floats(static, 8)
     static.give_back(tensor[:4])
     static.give_back(torch.empty(8))
     assert floats(static, 8).data_ptr() != tensor.data_ptr()
+
+
+def test_what_lasts_takes_nobodys_place_and_gives_up_none(static: Memory) -> None:
+    """A captured graph writes into bytes that are handed out again, whoever has them by then."""
+    passing = floats(static, 8)
+    static.give_back(passing)
+    lasting = static.empty(8, torch.float32, CPU, owner="test", lasting=True)
+    assert lasting.data_ptr() != passing.data_ptr()
+    static.give_back(lasting)
+    addresses = {floats(static, 8).data_ptr() for _ in range(2)}
+    assert passing.data_ptr() in addresses and lasting.data_ptr() not in addresses
+
+
+def test_bytes_that_are_taken_in_inference_mode_are_written_outside_of_it(static: Memory) -> None:
+    with torch.inference_mode():
+        tensor = floats(static, 8)
+        static.give_back(tensor)
+    again = floats(static, 8)
+    assert again is tensor
+    again.fill_(1)
 
 
 # The arena --------------------------------------------------------------------------------------

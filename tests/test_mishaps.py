@@ -10,13 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from compile_fsdp import fully_shard, zero_missing_gradients
 from compile_fsdp.runtime.agreement import agreement_of
 from tests.distributed import distributed
-from tests.models import Block, LanguageModel, language_batches
+from tests.models import WIDTH, Block, LanguageModel, language_batches
 from tests.test_pieces import assert_at_rest
 from tests.training import (
     adamw,
     assert_close,
+    cpu_mesh,
     drive,
     gradients_of,
     local_batch,
@@ -102,6 +104,32 @@ def test_gradients_of_a_failed_backward_are_there_when_it_is_caught(driver: str)
     sharded.blocks[0].fails_in = ""
     call(*batch).backward()
     for name, gradient in gradients_of(sharded).items():
+        torch.testing.assert_close(gradient, once[name], rtol=0, atol=0, msg=name)
+
+
+@distributed(2)
+def test_what_a_failed_backward_withheld_is_forgotten() -> None:
+    """Neither is it added to the next one's, nor does it make that one reduce anything."""
+    model = nn.Sequential(Fragile(), Fragile())
+    for each in (*model, model):
+        fully_shard(each, cpu_mesh())
+    zero_missing_gradients(model)
+    x = torch.randn(2, WIDTH, requires_grad=True)
+    model(x).sum().backward()
+    once = gradients_of(model)
+    for retry in ("inputs only", "all"):
+        model.zero_grad()
+        model[0].fails_in = "backward"
+        with pytest.raises(KeyError, match="out of luck"):
+            model(x).sum().backward()
+        model[0].fails_in = ""
+        model.zero_grad()
+        if retry == "all":
+            model(x).sum().backward()
+        else:
+            torch.autograd.grad(model(x).sum(), x)
+            assert all(parameter.grad is None for parameter in model.parameters())
+    for name, gradient in gradients_of(model).items():
         torch.testing.assert_close(gradient, once[name], rtol=0, atol=0, msg=name)
 
 

@@ -20,7 +20,7 @@ from compile_fsdp.runtime.parameter_group import (
     sync_model_weights_from_main_weights,
 )
 from tests.distributed import distributed
-from tests.training import cpu_mesh
+from tests.training import cpu_mesh, full, mean_over_ranks
 
 
 def make_group(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> FsdpParameterGroup:
@@ -124,11 +124,13 @@ def test_packed_gradients_are_reduced_like_others(indices: Sequence[int], withhe
         info = group.info
         torch.manual_seed(dist.get_rank())
         handed_over = []
+        expected = [torch.zeros(shape) for shape in info.shapes]
         for _ in range(2):
             packed = torch.full((info.full_numel,), torch.nan)
             gradients = {}
             for index in indices:
                 gradients[index] = torch.randn(info.shapes[index])
+                expected[index] += gradients[index]
                 start = info.offsets[index]
                 packed[start : start + gradients[index].numel()] = gradients[index].flatten()
             handed_over.append((packed, packed.clone()))
@@ -142,8 +144,8 @@ def test_packed_gradients_are_reduced_like_others(indices: Sequence[int], withhe
                 assert torch.equal(packed.nan_to_num(), before.nan_to_num())
         group.context.end_of_backward()
     plain, by_packing = ([each.sharded.grad for each in group.parameters] for group in groups)
-    for one, other in zip(plain, by_packing, strict=True):
+    for one, other, total in zip(plain, by_packing, expected, strict=True):
         assert (one is None) == (other is None)
         if one is not None and other is not None:
             assert torch.equal(one.to_local(), other.to_local())
-            assert not one.to_local().isnan().any()
+            torch.testing.assert_close(full(other), mean_over_ranks(total))

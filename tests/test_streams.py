@@ -89,6 +89,21 @@ def test_an_event_knows_when_it_was_waited_for(lane: Lane, log: Log) -> None:
     assert log.take() == "a issued, b issued, a done"
 
 
+def test_settling_completes_calls_and_leaves_works_in_flight(lane: Lane, log: Log) -> None:
+    """What the next collective would wait for anyway, and no more."""
+    lane.collective(log.work("a"))
+    lane.settle()
+    assert log.take() == "a issued"
+    lane.then(log.call("accumulate a"))
+    lane.collective(log.work("b"), depends=True)
+    lane.then(log.call("accumulate b"))
+    event = lane.record_event()
+    assert log.take() == "a done, accumulate a, b issued"
+    lane.settle()
+    assert log.take() == "b done, accumulate b"
+    assert event.has_passed
+
+
 def test_a_dependent_collective_waits_for_all_earlier_ones(lane: Lane, log: Log) -> None:
     lane.collective(log.work("a"))
     lane.collective(log.work("b"), depends=True)

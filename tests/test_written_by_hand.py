@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from compile_fsdp import Placements, fully_shard, fully_shard_optimizer
+from compile_fsdp import MixedPrecisionPolicy, Placements, fully_shard, fully_shard_optimizer
 from tests.distributed import distributed, run
-from tests.training import drive
+from tests.training import cpu_mesh, drive
 
 MODES = ("ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp")
 X = torch.linspace(-1, 1, 24).reshape(4, 6)
@@ -84,3 +84,22 @@ def test_one_of_two_optimizers_of_a_group_is_not_prepared() -> None:
                 optimizer.zero_grad()
         with torch.no_grad():
             torch.testing.assert_close(sharded(X), model(X))
+
+
+@distributed(2)
+def test_a_step_that_nobody_announces_or_counts() -> None:
+    """Operators on lists write replicated parameters, which torch's DTensor does not count, and
+    their gradients are dropped before the next forward."""
+    mesh = cpu_mesh()
+    model = nn.Linear(6, 3).to(torch.bfloat16)
+    policy = MixedPrecisionPolicy(main_grads_dtype=torch.float32)
+    fully_shard(model, mesh, Placements.ddp(mesh), policy)
+    (group,) = model.fsdp_parameter_groups
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, foreach=True)
+    for _ in range(2):
+        model(X.to(torch.bfloat16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model(X.to(torch.bfloat16))
+        assert torch.equal(group.model_weight.local, group.main_weight.local.to(torch.bfloat16))
