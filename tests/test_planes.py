@@ -217,6 +217,7 @@ def test_a_group_by_itself_gathers_what_a_phase_reads() -> None:
     mesh = init_device_mesh("cpu", (2,))
     group = ShardedBlock(Block(), "block", Placements.zero3(mesh), mesh).group
     rowwise, columnwise = group.planes
+    assert memory_of(group) == (0, 0), "nothing has been gathered"
     with recorded() as records:
         group.unshard_parameters(Phase.FORWARD)
         group.wait_for_unshard(Phase.FORWARD)
@@ -236,6 +237,15 @@ def test_a_group_by_itself_gathers_what_a_phase_reads() -> None:
     assert group.is_unsharded and not rowwise.is_unsharded
     group.reshard_parameters()
     assert not any(each.is_unsharded for each in (group, *group.planes))
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        group.unshard_parameters(phase)
+    group.release_unsharded_storage()
+    assert memory_of(group) == (0, 0)
+
+
+def memory_of(group: FsdpParameterGroup) -> tuple[int, ...]:
+    """Bytes of the gathered planes."""
+    return tuple(planes.full_local_tensor.untyped_storage().nbytes() for planes in group.planes)
 
 
 @distributed(2)

@@ -64,6 +64,33 @@ def test_what_is_tied_to_an_embedding_is_not_quantised() -> None:
         )
 
 
+@pytest.mark.parametrize("pattern", ["0.weight", "1.weight"])
+def test_each_name_of_a_tied_weight_names_it(pattern: str) -> None:
+    with fake_world(2):
+        model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(2)))
+        model[1].weight = model[0].weight
+        fully_shard(model, cpu_mesh(), None, policy({pattern: "mxfp8"}))
+        assert quantized_in(model) == ["0.weight"]
+
+
+def test_a_matrix_without_elements_is_left_alone() -> None:
+    with fake_world(2):
+        model = nn.Sequential(nn.Linear(0, 32, bias=False), nn.Linear(32, 32, bias=False))
+        fully_shard(model, cpu_mesh(), None, MXFP8)
+        assert quantized_in(model) == ["1.weight"]
+
+
+def test_a_parameter_that_came_later_is_one_of_the_class_as_written() -> None:
+    with fake_world(2):
+        linear = nn.Linear(32, 32, bias=False)
+        fully_shard(linear, cpu_mesh(), None, MXFP8)
+        linear.bias = nn.Parameter(torch.zeros(32))
+        fully_shard(linear, cpu_mesh(), None, MXFP8)
+        assert quantized_in(linear) == ["weight"]
+        reasons = {"bias": "it is the bias of Linear, not the weight of an nn.Linear"}
+        assert linear._fsdp_unit.unquantized == reasons
+
+
 def test_linear_layers_that_compute_otherwise_are_left_alone() -> None:
     class Scaled(nn.Linear):
         def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -213,7 +240,8 @@ not in MXFP8:
 
 def test_a_schedule_shows_the_planes_and_their_bytes() -> None:
     with fake_world(2):
-        forward, backward = explained().graphs
+        found = explained()
+    forward, backward = found.graphs
     planes = {step.group: step.bytes for step in forward.steps if step.op == "unshard"}
     up_and_down = 2 * 3 * 32 * 32
     assert planes["blocks.0[1]:rowwise"] == up_and_down * 33 // 32
@@ -223,6 +251,13 @@ def test_a_schedule_shows_the_planes_and_their_bytes() -> None:
     assert not any("rowwise" in label for label in gathered)
     reduced = {step.group: step.bytes for step in backward.steps if step.op == "reduce_inner"}
     assert reduced["blocks.0[1]"] == 2 * up_and_down  # in bf16
+    (rowwise,) = (each for each in found.groups if each.label == "blocks.0[1]:rowwise")
+    assert rowwise.shard_bytes == up_and_down * 33 // 32 // 2
+    assert (rowwise.gather_axis, rowwise.gradient_dtype) == ("inner", "bfloat16")
+    (gathers,) = forward.collectives
+    assert gathers.count == sum(
+        2 if ":" in step.group else 1 for step in forward.steps if step.op == "unshard"
+    ), "data and scales are gathered one after the other"
 
 
 def test_nothing_is_said_where_nothing_was_asked_for() -> None:

@@ -366,6 +366,8 @@ def test_errors() -> None:
         make(layout=GlobalLayout(((64, 64),), (64,), 64 * 64 + 64, (0, 1, 32, 64)))
     with pytest.raises(ValueError, match="a tensor starts at element 3, which is no multiple"):
         make(layout=GlobalLayout(((64, 64),), (3,), 64 * 64 + 3, (0, 0, 0, 0)))
+    with pytest.raises(ValueError, match="the buffer ends at element 4097, which is no multiple"):
+        make(layout=GlobalLayout(((64, 64),), (0,), 64 * 64 + 1, (0, 0, 0, 0)))
     with pytest.raises(ValueError, match=r"layout: expected shapes \(\(64, 64\),\), found"):
         make(layout=packed_layout([(4096,)], 4))
     with pytest.raises(ValueError, match="cut the buffer into 4, which does not divide"):
@@ -391,6 +393,9 @@ def test_errors() -> None:
     other = quantized_layout(shapes, 8)
     with pytest.raises(ValueError, match=r"must agree with the buffer in layout.*quantized_layout"):
         buffer.quantize_(DBuffer(mesh, [R, S], shapes, torch.float32, layout=other))
+    with pytest.raises(ValueError, match="must agree with the buffer in mesh"):
+        elsewhere = init_device_mesh("cpu", (4, 1))
+        buffer.quantize_(DBuffer(elsewhere, [R, S], shapes, torch.float32, layout=layout))
     with pytest.raises(ValueError, match=r"is P.*avg.* on axis 'outer', so its values"):
         buffer.quantize_(DBuffer(mesh, [A, S], shapes, torch.float32, layout=layout))
     with pytest.raises(ValueError, match="a view only narrows"):

@@ -20,7 +20,7 @@ from compile_fsdp.runtime.scaled_matmul import (
     swizzled,
 )
 from tests.explaining import fake_world
-from tests.training import cpu_mesh
+from tests.training import cpu_mesh, drive
 
 
 def plain_scales(swizzled_scales: torch.Tensor, rows: int, blocks: int) -> torch.Tensor:
@@ -118,15 +118,57 @@ def test_a_linear_layer(device_with_products: list[tuple[int, ...]]) -> None:
 
 
 def test_autocast_decides_the_dtype(device_with_products: list[tuple[int, ...]]) -> None:
-    weight = nn.Parameter(torch.randn(96, 64))
+    weight, bias = nn.Parameter(torch.randn(96, 64)), nn.Parameter(torch.randn(96))
     planes = quantize(weight.detach()), quantize(weight.detach(), columnwise=True)
     x = torch.randn(32, 64, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
-        y = linear_with_planes(x, weight, None, lambda: planes[0], lambda: planes[1], scaled=True)
+        y = linear_with_planes(x, weight, bias, lambda: planes[0], lambda: planes[1], scaled=True)
     assert y.dtype == torch.bfloat16
     y.float().sum().backward()
-    assert x.grad.dtype == weight.grad.dtype == torch.float32
+    assert x.grad.dtype == weight.grad.dtype == bias.grad.dtype == torch.float32
     assert len(device_with_products) == 2
+
+
+@pytest.mark.parametrize("driver", ["eager", "aot_eager"])
+def test_a_policy_asks_for_them(
+    driver: str, device_with_products: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a world of one, where nothing has to be gathered."""
+    monkeypatch.setattr("compile_fsdp.quantized.obstacle_to_scaled_matmul", lambda device: None)
+    with fake_world(1):
+        linear = nn.Linear(64, 96)
+        planes = [quantize(linear.weight.detach(), columnwise=each) for each in (False, True)]
+        bias = linear.bias.detach()
+        policy = MixedPrecisionPolicy(compute_weights="mxfp8", scaled_matmul=True)
+        fully_shard(linear, cpu_mesh(), None, policy)
+        x = torch.randn(32, 64, requires_grad=True)
+        y = drive(linear, driver)(x)
+        y.sum().backward()
+    of_y = dequantize(*quantize(x.detach())) @ dequantize(*planes[0]).t() + bias
+    torch.testing.assert_close(y, of_y)
+    torch.testing.assert_close(x.grad, torch.ones(32, 96) @ dequantize(*planes[1], columnwise=True))
+    assert device_with_products
+
+
+@pytest.mark.parametrize(
+    ("version", "capability", "obstacle"),
+    [
+        ("2.12.1", (10, 0), "needs torch 2.13, found 2.12.1"),
+        ("2.13.0", (9, 0), "needs compute capability 10.0, found 9.0 (a GPU)"),
+        ("2.13.0", (10, 0), None),
+        ("2.14.1", (12, 1), None),
+    ],
+)
+def test_devices_and_releases_that_have_them(
+    version: str,
+    capability: tuple[int, int],
+    obstacle: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "__version__", type(torch.__version__)(version))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    assert obstacle_to_scaled_matmul(torch.device("cuda")) == obstacle
 
 
 def test_a_device_without_them_is_refused() -> None:
