@@ -85,11 +85,13 @@ def _obstacle(module: nn.Module, parameter: nn.Parameter, fqns: list[str]) -> st
     """Why ``parameter`` cannot be quantised; None: it can be."""
     for fqn in fqns:
         owner_fqn, _, name = fqn.rpartition(".")
-        owner = type(module.get_submodule(owner_fqn))
-        owner = getattr(owner, "_fsdp_original_class", owner)
+        owned_by = module.get_submodule(owner_fqn)
+        owner = getattr(type(owned_by), "_fsdp_original_class", type(owned_by))
         also = f", as {fqn!r}" if len(fqns) > 1 else ""
         if name != "weight" or owner.forward is not nn.Linear.forward:
             return f"it is the {name} of {owner.__name__}{also}, not the weight of an nn.Linear"
+        if "forward" in vars(owned_by):
+            return f"its {owner.__name__} has got a forward of its own{also}"
         if issubclass(owner, NonDynamicallyQuantizableLinear):
             return f"nn.MultiheadAttention reads it itself{also}"
     if not is_eligible(parameter.shape) or parameter.numel() == 0:
@@ -138,8 +140,17 @@ def _check_matmul(device: torch.device) -> None:
 
 
 def linear_forward(self: Any, input: torch.Tensor) -> torch.Tensor:
-    """``nn.Linear.forward`` of a module whose weight is quantised."""
+    """``nn.Linear.forward`` of a module whose weight is quantised.
+
+    Raises:
+        TypeError: ``input`` has a dtype that no weight can be dequantised to.
+    """
     slot: ParameterSlot = self._fsdp_slots["weight"]
+    if not input.is_floating_point():
+        raise TypeError(
+            f"the linear layer of {slot.fqn!r} computes in MXFP8 and needs an input of a "
+            f"floating-point dtype, found {input.dtype}; convert it"
+        )
     if torch.compiler.is_compiling():
         rowwise, columnwise = slot.planes
         return linear_in_graph(

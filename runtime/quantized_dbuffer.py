@@ -28,7 +28,6 @@ from torch.distributed.tensor import Partial, Placement, Shard
 
 from compile_fsdp.runtime.dbuffer import DBuffer
 from compile_fsdp.runtime.layout import GlobalLayout, make_layout
-from compile_fsdp.runtime.modes import without_autograd
 from compile_fsdp.runtime.mxfp8 import (
     BLOCK,
     DATA_DTYPE,
@@ -234,14 +233,13 @@ class QuantizedDBuffer:
         self._check_source(main_weight)
         if main_weight.placements != self.placements:
             main_weight = main_weight.view(self.placements)
-        with without_autograd():
-            for columnwise, planes in self._planes.items():
-                self._check_memory("quantize_", columnwise)
-                for index in range(len(self.tensor_shapes)):
-                    rows = main_weight.get_local_tensor(index)
-                    quantized = quantize(rows, columnwise=columnwise)
-                    for plane, values in zip(planes, quantized, strict=True):
-                        plane.get_local_tensor(index).copy_(values.view(torch.uint8))
+        for columnwise, planes in self._planes.items():
+            self._check_memory("quantize_", columnwise)
+            for index in range(len(self.tensor_shapes)):
+                rows = main_weight.get_local_tensor(index)
+                quantized = quantize(rows, columnwise=columnwise)
+                for plane, values in zip(planes, quantized, strict=True):
+                    plane.get_local_tensor(index).copy_(values.view(torch.uint8))
         return self
 
     def dequantize(

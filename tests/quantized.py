@@ -16,7 +16,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from compile_fsdp import MixedPrecisionPolicy, Placements, fully_shard, fully_shard_optimizer
+from compile_fsdp import (
+    FsdpModule,
+    MixedPrecisionPolicy,
+    Placements,
+    fully_shard,
+    fully_shard_optimizer,
+)
 from compile_fsdp.runtime.collectives import CollectiveRecord
 from compile_fsdp.runtime.mxfp8 import dequantize, is_eligible, quantize
 from tests.training import drive, full
@@ -223,6 +229,14 @@ def pair(
 
 
 def assert_nothing_left(model: nn.Module) -> None:
-    """No group and no planes of it are unsharded."""
-    groups = list(model._fsdp_unit.context.groups())
-    assert not any(group.is_unsharded for group in groups)
+    """No group and no planes of it hold what was gathered."""
+    groups = [
+        group
+        for module in model.modules()
+        if isinstance(module, FsdpModule)
+        for group in module.fsdp_parameter_groups
+    ]
+    assert groups
+    for each in (each for group in groups for each in (group, *group.planes)):
+        assert not each.is_held, each.label
+        assert not (each.gathers and each.is_unsharded), each.label

@@ -24,11 +24,13 @@ from compile_fsdp.passes.policy import Policy
 from compile_fsdp.runtime.collectives import CollectiveRecord, recorded
 from compile_fsdp.runtime.context import GroupContext
 from compile_fsdp.runtime.group_info import GroupInfo
+from compile_fsdp.runtime.happens_before import races
 from compile_fsdp.runtime.mxfp8 import dequantize, quantize
 from compile_fsdp.runtime.parameter_group import FsdpParameterGroup, Phase
 from compile_fsdp.runtime.placement import is_sharded
 from compile_fsdp.runtime.planes import PlaneUnit
 from compile_fsdp.runtime.quantized_linear import linear_in_graph
+from compile_fsdp.runtime.recording import recorded_groups
 from tests.distributed import distributed
 from tests.quantized import RECOMPUTES_IN_GRAPHS
 
@@ -246,6 +248,21 @@ def test_a_group_by_itself_gathers_what_a_phase_reads() -> None:
 def memory_of(group: FsdpParameterGroup) -> tuple[int, ...]:
     """Bytes of the gathered planes."""
     return tuple(planes.full_local_tensor.untyped_storage().nbytes() for planes in group.planes)
+
+
+@distributed(2)
+def test_who_reads_planes_without_waiting_races() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    group = ShardedBlock(Block(), "block", Placements.zero3(mesh), mesh).group
+    for waits in (True, False):
+        with recorded_groups(lambda: [group]) as recorder:
+            for phase, planes in zip((Phase.FORWARD, Phase.BACKWARD), group.planes, strict=True):
+                group.unshard_parameters(phase)
+                if waits:
+                    group.wait_for_unshard(phase)
+                planes.full_local_tensor.clone()
+            group.reshard_parameters()
+        assert len(races(recorder.log)) == (0 if waits else 2)
 
 
 @distributed(2)

@@ -102,6 +102,18 @@ def test_linear_layers_that_compute_otherwise_are_left_alone() -> None:
         assert quantized_in(model) == ["1.weight"]
 
 
+def test_a_layer_with_a_forward_of_its_own_is_left_alone() -> None:
+    """Libraries wrap single modules so, and call what was there before."""
+    with fake_world(2):
+        model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(2)))
+        wrapped = model[0].forward
+        model[0].forward = lambda input: 2.0 * wrapped(input)
+        fully_shard(model, cpu_mesh(), None, MXFP8)
+        assert quantized_in(model) == ["1.weight"]
+        reasons = {"0.weight": "its Linear has got a forward of its own"}
+        assert model._fsdp_unit.unquantized == reasons
+
+
 def test_what_attention_reads_itself_is_left_alone() -> None:
     with fake_world(2):
         attention = nn.MultiheadAttention(32, 4)
@@ -207,10 +219,10 @@ def test_values_of_the_policy(value: Any, error: type[Exception], message: str) 
 # Explanations -------------------------------------------------------------------------------------
 
 
-def explained() -> Explanation:
+def explained(ranks: int = 2) -> Explanation:
     torch.manual_seed(0)
     model = Model().to(torch.bfloat16)
-    shard(model, MixedPrecisionPolicy(compute_weights="mxfp8"))
+    shard(model, MixedPrecisionPolicy(compute_weights="mxfp8"), shape=(ranks,))
     return compile_fsdp.explain(compiled(model), batches(1)[0])
 
 
@@ -254,10 +266,19 @@ def test_a_schedule_shows_the_planes_and_their_bytes() -> None:
     (rowwise,) = (each for each in found.groups if each.label == "blocks.0[1]:rowwise")
     assert rowwise.shard_bytes == up_and_down * 33 // 32 // 2
     assert (rowwise.gather_axis, rowwise.gradient_dtype) == ("inner", "bfloat16")
+    assert rowwise.trainable and rowwise.reduce_bytes == 0
+    assert rowwise.fqns[:2] == (("blocks.0.up.weight.data",), ("blocks.0.down.weight.data",))
     (gathers,) = forward.collectives
     assert gathers.count == sum(
         2 if ":" in step.group else 1 for step in forward.steps if step.op == "unshard"
     ), "data and scales are gathered one after the other"
+
+
+def test_nothing_is_saved_where_nothing_is_gathered() -> None:
+    with fake_world(1):
+        found = explained(1)
+    assert next(iter(text.format_lines(found))) == "in MXFP8:"
+    assert not any(each.gather_axis for each in found.groups)
 
 
 def test_nothing_is_said_where_nothing_was_asked_for() -> None:

@@ -18,6 +18,7 @@ from compile_fsdp import (
     zero_missing_gradients,
 )
 from compile_fsdp.runtime.collectives import recorded
+from compile_fsdp.runtime.parameter_group import FsdpParameterGroup
 from tests.distributed import distributed
 from tests.graphed_training import Trainer, run_both
 from tests.quantized import (
@@ -119,10 +120,19 @@ def test_blocks_compiled_one_by_one_gather_ahead() -> None:
     model = Model()
     reference = reference_of(model)
     shard(model)
+    early: list[bool] = []
     for block in model.blocks:
         block.compile(backend="compile_fsdp", options={"inner": "aot_eager"})
+    model.blocks[0].register_forward_hook(
+        lambda *_: early.extend(group.is_rowwise_unsharded for group in quantised(model.blocks[1]))
+    )
     Pair(model, model, reference).train(batches(3))
+    assert early[-1], "what the next block reads is gathered before it is called"
     assert_nothing_left(model)
+
+
+def quantised(module: nn.Module) -> list[FsdpParameterGroup]:
+    return [group for group in module.fsdp_parameter_groups if group.planes]
 
 
 @distributed(2)
@@ -163,6 +173,24 @@ def test_a_step_that_fails_leaves_nothing_behind(driver: str) -> None:
     assert_nothing_left(both.model)
 
 
+class Skipping(Model):
+    """Its second block is gathered ahead, and then not called."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](self.embedding(tokens))
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+@distributed(2)
+def test_what_nobody_came_for_is_let_go_of() -> None:
+    both = pair(make=Skipping)
+    with torch.no_grad():
+        both.call(batches(1)[0])
+    assert_nothing_left(both.model)
+    both.train(batches(2))
+    assert_nothing_left(both.model)
+
+
 @pytest.mark.parametrize("driver", ["eager", SLOW_AOT_EAGER])
 @distributed(2)
 def test_zeros_for_missing_gradients(driver: str) -> None:
@@ -174,9 +202,13 @@ def test_zeros_for_missing_gradients(driver: str) -> None:
 @distributed(2)
 def test_captured_graphs() -> None:
     def program(trainer: Trainer) -> None:
-        for tokens in batches(5):
+        for number, tokens in enumerate(batches(6)):
             trainer.backward((tokens,))
             trainer.step()
+            if number == 4:  # between two replays; the next one quantises
+                with torch.no_grad():
+                    for parameter in trainer.model.parameters():
+                        parameter.mul_(0.5)
 
     runs = run_both(
         Model(), program, mesh=cpu_mesh(), shard=shard_on, prepare=fully_shard_optimizer

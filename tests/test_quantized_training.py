@@ -19,6 +19,7 @@ from tests.quantized import (
     Model,
     Pair,
     adamw,
+    assert_nothing_left,
     batches,
     gathered,
     reference_of,
@@ -74,9 +75,7 @@ def check(mode: str, shape: tuple[int, ...], driver: str, recompute: bool) -> No
         pair.step()
     pair.assert_parameters_equal()
     assert counters["stats"]["unique_graphs"] == (driver != "eager")
-    groups = list(model._fsdp_unit.context.groups())
-    assert not any(group.is_held for group in groups)
-    assert not any(group.is_unsharded and group.gathers for group in groups)
+    assert_nothing_left(model)
 
 
 def check_phases(once: int, forward: list, backward: list, recompute: bool) -> None:  # type: ignore[type-arg]

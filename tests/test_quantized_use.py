@@ -19,6 +19,7 @@ from compile_fsdp import (
 )
 from compile_fsdp.runtime.collectives import recorded
 from tests.distributed import distributed
+from tests.explaining import fake_world
 from tests.quantized import (
     MXFP8,
     Block,
@@ -33,7 +34,7 @@ from tests.quantized import (
     reference_of,
     shard,
 )
-from tests.training import drive, full
+from tests.training import cpu_mesh, drive, full
 
 DRIVERS = ["eager", "aot_eager"]
 SLOW_AOT_EAGER = pytest.param("aot_eager", marks=pytest.mark.slow)
@@ -52,6 +53,21 @@ def test_microbatches(mode: str) -> None:
             with microbatch(both.model, number == 1):
                 both.backward(tokens)
         both.step()
+    both.assert_parameters_equal()
+
+
+@distributed(2)
+def test_backwards_after_all_forwards() -> None:
+    """Each backward may be followed by a step that nobody announces: planes are quantised anew,
+    which is no change of what the forwards before it have saved."""
+    both = pair("aot_eager", announced=False)
+    both.train(batches(1))
+    losses = [(both.call(tokens), both.reference(tokens)) for tokens in batches(3)]
+    for loss, expected in reversed(losses):
+        assert torch.equal(loss, expected)
+        loss.backward()
+        expected.backward()
+    both.step()
     both.assert_parameters_equal()
 
 
@@ -129,7 +145,58 @@ def test_a_frozen_layer_is_quantised_and_may_become_trainable(mode: str) -> None
     both.train(batches(2))
 
 
+class Tied(nn.Module):
+    """Two linear layers with one weight, and one layer that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList()
+        self.first = nn.Linear(32, 32, bias=False)
+        self.second = nn.Linear(32, 32)
+        self.second.weight = self.first.weight
+        self.twice = nn.Linear(32, 32)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = F.one_hot(tokens % 32, 32).float()
+        x = self.second(self.first(x).relu()).relu()
+        return self.twice(self.twice(x)).square().mean()
+
+
+@pytest.mark.parametrize("driver", ["eager", SLOW_AOT_EAGER])
+@distributed(2)
+def test_a_weight_that_is_used_twice(driver: str) -> None:
+    both = pair(driver, make=Tied)
+    both.train(batches(3))
+    assert_nothing_left(both.model)
+
+
+@pytest.mark.parametrize("driver", ["eager", SLOW_AOT_EAGER])
+@distributed(2)
+def test_an_input_without_a_batch(driver: str) -> None:
+    linear = nn.Linear(32, 64)
+    fully_shard(linear, mesh_for("zero3", (2,))[0], None, MXFP8)
+    call = drive(linear, driver)
+    x = torch.randn(32, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    y = call(x)
+    with torch.no_grad():
+        torch.testing.assert_close(y, linear(x.unsqueeze(0)).squeeze(0))
+    y.sum().backward()
+    assert x.grad.shape == x.shape
+    assert torch.equal(full(linear.weight.grad), x.detach().expand(64, 32))
+    assert torch.equal(full(linear.bias.grad), torch.ones(64))
+
+
 # Dtypes -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+def test_an_input_that_is_no_floating_point_tensor(dtype: torch.dtype, driver: str) -> None:
+    with fake_world(2):
+        model = nn.Sequential(nn.Linear(32, 64, bias=False))
+        fully_shard(model, cpu_mesh(), None, MXFP8)
+        with pytest.raises(TypeError, match=r"layer of '0.weight' .* floating-point.* found torch"):
+            drive(model, driver)(torch.ones(4, 32, dtype=dtype))
 
 
 class ReferenceInBf16(nn.Module):

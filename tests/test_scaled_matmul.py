@@ -117,6 +117,14 @@ def test_a_linear_layer(device_with_products: list[tuple[int, ...]]) -> None:
     assert device_with_products == [(64, 96, 64), (64, 64, 96)]
 
 
+def test_no_planes_are_read_for_a_gradient_that_nobody_wants() -> None:
+    weight = nn.Parameter(torch.randn(96, 64))
+    planes = quantize(weight.detach())
+    y = linear_with_planes(torch.ones(2, 64), weight, None, lambda: planes, lambda: 1 / 0)
+    y.sum().backward()
+    assert torch.equal(weight.grad, torch.full((96, 64), 2.0))
+
+
 def test_autocast_decides_the_dtype(device_with_products: list[tuple[int, ...]]) -> None:
     weight, bias = nn.Parameter(torch.randn(96, 64)), nn.Parameter(torch.randn(96))
     planes = quantize(weight.detach()), quantize(weight.detach(), columnwise=True)

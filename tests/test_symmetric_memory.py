@@ -24,6 +24,7 @@ from compile_fsdp.runtime import collectives, symmetric_memory
 from compile_fsdp.runtime.symmetric_memory import explain_unsupported
 from tests.distributed import distributed
 from tests.models import LanguageModel, language_batches
+from tests.quantized import MXFP8
 from tests.training import adamw, assert_same, cpu_mesh, drive, shard_blocks, train
 
 pytestmark = pytest.mark.compat
@@ -192,6 +193,13 @@ def test_a_nest_uses_the_pool_where_all_its_units_do() -> None:
         twin = copy.deepcopy(staged)
         for model in (staged, twin):
             assert context_of(model).memory.source is not symmetric_memory.nullcontext
+
+
+@distributed(2)
+def test_planes_of_quantised_weights_are_in_the_pool() -> None:
+    with supported() as stand_in:
+        fully_shard(nn.Linear(32, 64, bias=False), cpu_mesh(), None, MXFP8, use_symm_mem=True)
+        assert stand_in.entered == 3, "to try out, for the group's shards, and for its planes"
 
 
 @distributed(2)
