@@ -25,9 +25,9 @@ def without_autograd() -> AbstractContextManager[None]:
     """A context without autograd and outside inference mode.
 
     The runtime's functions call each other in it, so that it is mostly entered where it holds
-    already: then it costs three questions.
+    already: then it costs two questions.
     """
-    if torch.is_inference_mode_enabled() or is_below_autograd():
+    if is_below_autograd():  # as inference mode is
         return _outside_inference_mode()
     return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
 

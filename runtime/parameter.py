@@ -71,13 +71,13 @@ def bind_parameter(
     Args:
         group: what both forms will lead to.
         original: the user's Parameter. It becomes the unsharded form, unless it is on another
-            device than ``full`` (on meta): then a new Parameter does.
+            device than ``full`` (on meta) or an inference tensor: then a new Parameter does.
         fqns: all its names.
         full: its view of the gathered buffer.
         shard: this rank's rows of the main weight.
     """
     attributes = dict(original.__dict__)
-    if original.device != full.device:
+    if original.device != full.device or original.is_inference():
         empty = torch.empty(0, dtype=full.dtype, device=full.device)
         unsharded = nn.Parameter(empty, requires_grad=original.requires_grad)
         unsharded.__dict__.update(attributes)

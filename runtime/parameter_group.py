@@ -169,8 +169,10 @@ class FsdpParameterGroup(GroupReduction):
                 self.dtype if frozen else precision.main_params_dtype,
                 self.device,
             )
-        self.flat_leaf = nn.Parameter(self.model_weight.local, requires_grad=first.requires_grad)
-        self.parameters = bind_parameters(self, originals, self._weights)
+        with without_autograd():
+            local = self.model_weight.local
+            self.flat_leaf = nn.Parameter(local, requires_grad=first.requires_grad)
+            self.parameters = bind_parameters(self, originals, self._weights)
         self._unsharding = Unsharding(self._weights, [each.sharded for each in self.parameters])
         self._trainability = Trainability(self.parameters)
         self._gradient = self._create_gradient() if self.requires_grad else None

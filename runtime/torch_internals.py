@@ -40,9 +40,10 @@ _RECORDS_GRAPHS = torch._C.DispatchKey.AutogradFunctionality
 
 
 def is_below_autograd() -> bool:
-    """Whether the caller is a kernel of an operator, or a mode that sees operators: where the
-    dispatcher has been told to leave autograd out, in a kernel with its count of writes, in the
-    body of a higher-order operator (`torch.cond`) without. It has no public question."""
+    """Whether the caller is a kernel of an operator, a mode that sees operators, or in inference
+    mode: where the dispatcher has been told to leave autograd out, in a kernel with its count of
+    writes, in the body of a higher-order operator (`torch.cond`) without. It has no public
+    question."""
     return torch._C._dispatch_tls_is_dispatch_key_excluded(_RECORDS_GRAPHS)
 
 

@@ -7,10 +7,13 @@ import copy
 import pytest
 import torch
 
+from compile_fsdp import fully_shard_optimizer
 from tests.distributed import distributed
 from tests.models import LanguageModel, language_batches
 from tests.training import (
+    TOLERANCE,
     adamw,
+    assert_gradients_close,
     drive,
     full,
     local_batch,
@@ -57,6 +60,42 @@ def test_evaluation_first_then_training() -> None:
         sharded(*local_batch(batch))
     sharded(*local_batch(batch)).backward()
     assert all(parameter.grad is not None for parameter in sharded.parameters())
+
+
+@pytest.mark.parametrize("born_in_it", [False, True])
+@distributed(2)
+def test_a_model_that_is_sharded_in_inference_mode_can_be_trained(born_in_it: bool) -> None:
+    model = LanguageModel()
+    sharded = copy.deepcopy(model)
+    (batch,) = language_batches(1, 2)
+    with torch.inference_mode():
+        if born_in_it:
+            for each in sharded.modules():
+                for name, parameter in list(each.named_parameters(recurse=False)):
+                    setattr(each, name, torch.nn.Parameter(parameter.clone()))
+        shard_blocks(sharded)
+        before = mean_over_ranks(sharded(*local_batch(batch)))
+    torch.testing.assert_close(before, model(*batch).detach())
+    sharded(*local_batch(batch)).backward()
+    model(*batch).backward()
+    assert_gradients_close(sharded, model)
+
+
+@distributed(2)
+def test_steps_in_inference_mode() -> None:
+    model = LanguageModel()
+    sharded = shard_blocks(copy.deepcopy(model))
+    optimizers = [adamw(each) for each in (sharded, model)]
+    fully_shard_optimizer(optimizers[0])
+    for batch in language_batches(3, 2):
+        sharded(*local_batch(batch)).backward()
+        model(*batch).backward()
+        with torch.inference_mode():
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    for found, expected in zip(sharded.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(full(found), expected.detach(), **TOLERANCE)
 
 
 def every_group(model: torch.nn.Module) -> list:
