@@ -65,7 +65,7 @@ def register() -> None:
             return call(gradients, group, indices, after)
         info = registry.lookup(group).info
         offsets = [info.offsets[index] for index in indices]
-        in_place = [_is_read_once(node) for node in arguments_being_lowered()[0]]
+        in_place = [_has_one_reader(node) for node in arguments_being_lowered()[0]]
         numel, dtype = info.full_numel, info.grad_comm_dtype
         packed = packed_into_one(gradients, in_place, offsets, numel, dtype)
         return call([packed], group, indices, after, True)
@@ -78,11 +78,10 @@ def register() -> None:
     lower_opaque_op(ops.keep.default, mutate)
 
 
-def _is_read_once(node: Node) -> bool:
-    """Whether ``node`` computes a value of its own that one node reads, once."""
+def _has_one_reader(node: Node) -> bool:
+    """Whether ``node`` computes a value of its own that one node reads. (Where two parameters have
+    the same gradient that one reads it twice: it is computed in one of its places, and copied.)"""
     schema = op_schema(node.target)
     if schema is None or len(node.users) != 1:
         return False
-    (reader,) = node.users
-    reads = sum(each is node for each in reader.args[0])  # type: ignore[union-attr]
-    return reads == 1 and all(result.alias_info is None for result in schema.returns)
+    return all(result.alias_info is None for result in schema.returns)

@@ -133,6 +133,33 @@ def test_results_can_be_written_under_inference_mode() -> None:
 
 
 @distributed(2)
+def test_a_gather_in_place_does_not_write_the_own_part() -> None:
+    """Whoever owns that may write it while the other ranks are still to come."""
+    lane, rank, beside = make_lane(CPU, "gather"), dist.get_rank(), dist.new_group()
+    output = torch.zeros(8)
+    own = output.split(4)[rank]
+    own.fill_(1.0)
+    if rank == 1:
+        dist.barrier(beside)
+    all_gather(lane, output, own, group())
+    own.fill_(2.0)
+    if rank == 0:
+        dist.barrier(beside)
+    lane.synchronize()
+    assert own.tolist() == [2.0] * 4
+
+
+@distributed(2)
+def test_what_is_gathered_has_no_history() -> None:
+    """Whoever calls may be recording a graph, of tensors that are in one."""
+    lane, rank = make_lane(CPU, "gather"), dist.get_rank()
+    output, own = torch.empty(3), torch.full((rank + 1,), 2.0, requires_grad=True)
+    all_gather(lane, output, own, group(), [1, 2])
+    lane.synchronize()
+    assert not output.requires_grad and output.tolist() == [2.0] * 3
+
+
+@distributed(2)
 def test_the_record_lists_what_was_started() -> None:
     lane = make_lane(CPU, "lane")
     with recorded() as outer:

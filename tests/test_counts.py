@@ -178,6 +178,15 @@ def test_gradients_go_before_their_successors_take_memory(driver: str) -> None:
     assert most["main gradients"] == live["main gradients"] == 3
 
 
+def test_another_backend_leaves_no_gradient_of_flat_shards_behind() -> None:
+    """Autograd is given one for each; it is as large as the shard, and nobody reads it."""
+    with fake_world(2):
+        model = sharded_language_model()
+        torch.compile(model, backend="aot_eager")(*batch()).backward()
+        assert all(each.flat_leaf.grad is None for each in model._fsdp_unit.context.groups())
+        assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 def calls_of(work: Callable[[], object]) -> int:
     """Python functions that ``work`` calls."""
     calls = 0

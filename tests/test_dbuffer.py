@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
@@ -33,6 +34,7 @@ from compile_fsdp.runtime.placement import (
 from compile_fsdp.runtime.recorded_memory import Operators
 from compile_fsdp.runtime.recording import Recorder
 from compile_fsdp.runtime.streams import make_lane
+from compile_fsdp.runtime.torch_internals import spec_of
 from tests.distributed import distributed
 
 R, S, A = Replicate(), Shard(0), Partial("avg")
@@ -388,6 +390,8 @@ def test_errors_say_what_was_expected() -> None:
     buffer = DBuffer(mesh, [R, R], shapes, torch.float32, layout=layout)
     with pytest.raises(ValueError, match=r"one axis changes per call, found \['outer', 'inner'\]"):
         buffer.redistribute([S, S])
+    with pytest.raises(ValueError, match="expected one for each of the axes"):
+        buffer.redistribute([R])
     with pytest.raises(ValueError, match="axis 'outer' is sharded but an axis inside it is not"):
         buffer.redistribute([S, R])
     shard = buffer.view([R, S])
@@ -428,6 +432,30 @@ def test_parts_that_may_cut_rows_are_told_from_those_that_may_not() -> None:
     assert flat.get_local_tensor(0).shape == (6,)
     assert rows.get_local_tensor(0).shape == (2, 3)
     assert whole.view([Flat()]).get_local_tensor(0).shape == (6,)
+
+
+@distributed(2)
+def test_buffers_that_differ_in_dtype_only_share_no_dtensors() -> None:
+    """What is worked out once for a layout and placements is asked for in several dtypes; the
+    last rank has no row of the last tensor."""
+    mesh = init_device_mesh("cpu", (2,))
+    single = DBuffer(mesh, [S], [(4, 3), (1, 3)], torch.float32)
+    for buffer in (single, single.cast(torch.float64), single.like([S], single.local)):
+        for dtensor in (*buffer.get_dtensors((0, 1)), buffer.get_dtensor(1)):
+            meta = spec_of(dtensor).tensor_meta
+            assert meta is not None
+            found = {meta.dtype, dtensor.dtype, dtensor.to_local().dtype, (dtensor + 1).dtype}
+            assert found == {buffer.dtype}
+
+
+@pytest.mark.parametrize("fake_first", [False, True])
+@distributed(2)
+def test_a_piece_without_elements_is_as_real_as_its_buffer(fake_first: bool) -> None:
+    """DTensor asks with fake tensors for shapes; one rank has no row of the last tensor."""
+    buffer = DBuffer(init_device_mesh("cpu", (2,)), [S], [(4, 3), (1, 3)], torch.float32)
+    fake = buffer.like([S], FakeTensorMode().from_tensor(buffer.local))
+    for each in (fake, buffer) if fake_first else (buffer, fake):
+        assert {type(piece) for piece in each.get_local_tensors((0, 1))} == {type(each.local)}
 
 
 @LAYOUTS

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from compile_fsdp import MixedPrecisionPolicy, fully_shard, microbatch
+from compile_fsdp import MixedPrecisionPolicy, Placements, fully_shard, microbatch
 from tests.distributed import distributed
 from tests.models import LanguageModel, language_batches
 from tests.training import (
@@ -193,17 +193,22 @@ def test_a_gradient_of_an_earlier_step_is_put_back() -> None:
     torch.testing.assert_close(full(late.grad), once + once, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("driver", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    ("driver", "mode"), [("eager", "zero3"), ("aot_eager", "zero3"), ("eager", "ddp")]
+)
 @distributed(2)
-def test_a_step_with_an_older_gradient_reaches_the_next_forward(driver: str) -> None:
+def test_a_step_with_an_older_gradient_reaches_the_next_forward(driver: str, mode: str) -> None:
     """Zeroed in place and then not used, ``late`` still decays; nobody announces the steps, and its
-    unit reduces nothing between them."""
+    unit reduces nothing between them. Nobody counts what operators on lists write into replicated
+    parameters either."""
     model = LateUse().to(torch.bfloat16)
     sharded = copy.deepcopy(model)
     policy = MixedPrecisionPolicy(main_grads_dtype=torch.float32)
+    mesh = cpu_mesh()
     for each in (sharded.late, sharded):
-        fully_shard(each, cpu_mesh(), mixed_precision_policy=policy)
-    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.5, weight_decay=0.5)
+        placements = getattr(Placements, mode)(mesh)
+        fully_shard(each, mesh, placements, mixed_precision_policy=policy)
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.5, weight_decay=0.5, foreach=True)
     call = drive(sharded, driver)
     batch = [torch.randn(4, 4, dtype=torch.bfloat16), torch.randn(4, 2, dtype=torch.bfloat16)]
     call(*local_batch(batch), True).backward()

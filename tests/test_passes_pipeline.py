@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._inductor import config as inductor_config
 from torch.utils.checkpoint import checkpoint
 
 from compile_fsdp.passes import pipeline
@@ -255,6 +256,31 @@ def test_two_markers_whose_gradients_are_equal_count_twice(inner: str, square: S
 
     compiled(function, inner, square)(square.shard).backward()
     assert_equal(square.gradients[0], torch.full((WIDTH, WIDTH), 2.0), inner)
+
+
+def test_where_inductor_plans_memory_nothing_is_packed_in_place(square: StubGroup) -> None:
+    """Its planner would give the memory of what is being reduced to others."""
+    x = torch.randn(3, WIDTH)
+    function = REUSES["in a chain"]
+    output, gradients = gradients_by_autograd(square, function, x)
+    with inductor_config.patch(memory_planning=True):
+        assert_equal(run_marked(square, function, "inductor", x), output, "inductor")
+    assert_equal(square.gradients, gradients, "inductor")
+    assert not square.handed_over
+
+
+@both
+def test_a_gradient_that_two_parameters_share_is_reduced_for_both(inner: str) -> None:
+    group = StubGroup("a", {name: torch.randn(WIDTH, WIDTH) for name in ("a", "b")})
+    x = torch.randn(WIDTH, WIDTH)
+
+    def function(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return ((a + b) @ x).sin().sum()
+
+    output, gradients = gradients_by_autograd(group, function, x)
+    with registered(group):
+        assert_equal(run_marked(group, function, inner, x), output, inner)
+    assert_equal(group.gradients, gradients, inner)
 
 
 # What leaves the graph --------------------------------------------------------------------------

@@ -263,6 +263,25 @@ def test_packed_gradients_live_until_a_later_reduction(costs: str, live: tuple[i
     assert memory.gradients == tuple(8 * KIB * n for n in live)
 
 
+@pytest.mark.parametrize("merged", [False, True])
+def test_gradients_computed_where_they_are_reduced_have_no_other_memory(merged: bool) -> None:
+    """From the first one on they have the buffer that is reduced, but those of ``b``, which have
+    another dtype than it, their own until they have been cast. What is reduced together is copied.
+    """
+    text = "tangents input\nd_a1 is a.1'\nd_b is b.0'\nd_a0 is a.0'\nd_x"
+    same = "float32 0" if merged else None
+    a, b = group("a", reduce_bytes=4 * KIB, reduces_with=same), group("b", reduces_with=same)
+    sizes = (0, 3, 4, 1, 1, 0)
+    nodes = tuple(NodeFacts(KIB * size, min(at + 2, 5)) for at, size in enumerate(sizes))
+    known = replace(facts(GraphKind.BACKWARD, text), nodes=nodes, packs_in_place=True)
+    policy = Policy(costs=cost_model("cpu"), merge_below=64 * KIB if merged else 0)
+    memory = plan(known, {each.name: each for each in (a, b)}, policy).memory
+    activations = (0, 3, 7, 8, 6, 2) if merged else (0, 0, 4, 0, 1, 1)
+    gradients = (0, 0, 0, 8, 12, 12) if merged else (0, 4, 12, 12, 4, 4)
+    assert memory.activations == tuple(KIB * size for size in activations)
+    assert memory.gradients == tuple(KIB * size for size in gradients)
+
+
 def test_gradients_that_wait_to_be_reduced_with_others_are_live() -> None:
     small = [replace(group(label), reduces_with="float32 0") for label in ("a", "b", "c")]
     text = "tangents input\nd_c is c.0'\nd_b is b.0'\nd_a is a.0'\nd_x"
