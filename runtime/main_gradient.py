@@ -199,30 +199,31 @@ class MainGradient:
         lane.synchronize()
         if self.buffer is self._unallocated[0]:
             self._use_fresh(lane.memory)
-            self._set_apart(foreign)
-            self.buffer.local.zero_()
             self._stale = self.needs_outer
-        for index in foreign:
-            gradient = self._parameters[index].grad
-            mine = self.finished.get_local_tensor(index)
-            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            if local is None or local.shape != mine.shape or (self.needs_outer and not self._stale):
-                raise RuntimeError(
-                    f"parameter {self._fqns[index]!r} has a .grad that was not put there by a "
-                    "backward, and another backward cannot add to it: expected a DTensor with the "
-                    "parameter's placements, set after the last microbatch; change gradients in "
-                    "place (p.grad.mul_(...)) instead"
-                )
-            mine.copy_(local)
+        # All before any place is written: they may be in one another's.
+        for index, value in [(index, self._foreign_value(index)) for index in foreign]:
+            self.finished.get_local_tensor(index).copy_(value)
             self._parameters[index].grad = None
         self._bind(self.finished, foreign)
 
-    def _set_apart(self, foreign: Sequence[int]) -> None:
-        """Gradients that the user put there may lie in static memory that is about to be zeroed."""
-        for index in foreign:
-            gradient = self._parameters[index].grad
-            if isinstance(gradient, DTensor) and self._static is not None:
-                self._parameters[index].grad = gradient.clone()
+    def _foreign_value(self, index: int) -> torch.Tensor:
+        parameter = self._parameters[index]
+        gradient = local = parameter.grad
+        fits = not self.needs_outer or self._stale
+        if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+            # Not the shape alone, which may fit on some ranks only.
+            fits = fits and gradient.placements == parameter.placements
+            local = local_of(gradient)
+        expected = self.finished.get_local_tensor(index).shape
+        if not fits or local is None or local.shape != expected:
+            raise RuntimeError(
+                f"parameter {self._fqns[index]!r} has a .grad that was not put there by a "
+                "backward, and another backward cannot add to it: expected a DTensor with the "
+                "parameter's placements, set after the last microbatch; change gradients in "
+                "place (p.grad.mul_(...)) instead"
+            )
+        ours = self.buffer.local.untyped_storage().data_ptr()
+        return local.clone() if local.untyped_storage().data_ptr() == ours else local
 
     def _leave_to_the_user(self, dropped: Sequence[int]) -> None:
         """Who drops some gradients (a hook does, or one of two optimizers) may have kept them: they

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
 
 from compile_fsdp import MixedPrecisionPolicy, Placements, fully_shard, microbatch
 from tests.distributed import distributed
@@ -135,12 +136,14 @@ def test_microbatch_restores_the_flag_after_an_exception() -> None:
             pass
 
 
+@pytest.mark.parametrize("communicated", [torch.float32, torch.float64])
 @distributed(2)
-def test_grad_scale_multiplies_each_contribution() -> None:
+def test_grad_scale_multiplies_each_contribution(communicated: torch.dtype) -> None:
     model = nn.Linear(4, 2)
     scaled, plain = copy.deepcopy(model), copy.deepcopy(model)
-    fully_shard(scaled, cpu_mesh(), grad_scale=0.25)
-    fully_shard(plain, cpu_mesh())
+    policy = MixedPrecisionPolicy(grad_comm_dtype=communicated)
+    fully_shard(scaled, cpu_mesh(), None, policy, grad_scale=0.25)
+    fully_shard(plain, cpu_mesh(), None, policy)
     for _ in range(2):
         x = torch.randn(3, 4)
         scaled(x).sum().backward()
@@ -191,6 +194,45 @@ def test_a_gradient_of_an_earlier_step_is_put_back() -> None:
     late.grad = kept
     model(*batch, True).backward()
     torch.testing.assert_close(full(late.grad), once + once, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("mode", ["zero3", "zero1"])
+@distributed(2)
+def test_a_gradient_that_was_there_before_the_first_backward_is_added_to(mode: str) -> None:
+    model, mesh = nn.Linear(4, 4), cpu_mesh()
+    sharded = copy.deepcopy(model)
+    fully_shard(sharded, mesh, getattr(Placements, mode)(mesh))
+    x = torch.randn(4, 4)
+    for each, part in ((sharded, local_batch([x])[0]), (model, x)):
+        each._parameters["weight"].grad = torch.ones_like(each._parameters["weight"])
+        for _ in range(2):
+            each(part).square().mean().backward()
+    assert_gradients_close(sharded, model)
+
+
+@distributed(2)
+def test_a_gradient_that_is_distributed_otherwise_is_refused_by_name() -> None:
+    """On all ranks, also on one whose part has the right shape, or could be broadcast."""
+    mesh, model = cpu_mesh(), nn.Linear(4, 4)
+    fully_shard(model, mesh)
+    model._parameters["bias"].grad = DTensor.from_local(torch.ones(4), mesh, [Replicate()])
+    with pytest.raises(RuntimeError, match=r"'bias' has a \.grad .* the parameter's placements"):
+        model(torch.randn(2, 4)).sum().backward()
+
+
+@distributed(2)
+def test_gradients_that_change_places_are_added_to() -> None:
+    """Each is put where the other one lies. (Sharded ones that have other rows are refused.)"""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    sharded, mesh = copy.deepcopy(model), cpu_mesh()
+    fully_shard(sharded, mesh, Placements.ddp(mesh))
+    x = torch.randn(4, 4)
+    for each, part in ((sharded, local_batch([x])[0]), (model, x)):
+        each(part).square().mean().backward()
+        first, second = (layer._parameters["weight"] for layer in each)
+        first.grad, second.grad = second.grad, first.grad
+        each(part).square().mean().backward()
+    assert_gradients_close(sharded, model)
 
 
 @pytest.mark.parametrize(

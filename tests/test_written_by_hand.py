@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from compile_fsdp import MixedPrecisionPolicy, Placements, fully_shard, fully_shard_optimizer
+from compile_fsdp.runtime.torch_internals import writes_of
 from tests.distributed import distributed, run
 from tests.training import cpu_mesh, drive
 
@@ -103,3 +104,12 @@ def test_a_step_that_nobody_announces_or_counts() -> None:
         with torch.no_grad():
             model(X.to(torch.bfloat16))
         assert torch.equal(group.model_weight.local, group.main_weight.local.to(torch.bfloat16))
+
+
+def test_tensors_that_do_not_count_hide_no_writes_of_others() -> None:
+    counted = torch.zeros(2)
+    with torch.inference_mode():
+        uncounted = torch.zeros(2)
+    before = writes_of((counted, uncounted))
+    counted.add_(1)
+    assert writes_of((counted, uncounted)) == before + 1
