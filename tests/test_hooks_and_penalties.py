@@ -134,6 +134,22 @@ def test_a_penalty_on_the_sharded_parameters(driver: str, penalty_first: bool) -
         assert_gradients_close(sharded, model)
 
 
+@distributed(2)
+def test_a_penalty_that_comes_before_gradients_are_finished_is_an_error_by_name() -> None:
+    """Computed first, its gradient is the last: autograd would add a finished one to the rest."""
+    mesh, model = cpu_mesh(), nn.Linear(4, 4)
+    fully_shard(model, mesh, Placements.zero1(mesh))
+    for penalty_first in (False, True):
+        terms = [lambda: model(torch.randn(2, 4)).sum()]
+        terms.append(lambda: model._parameters["weight"].square().sum().full_tensor())
+        if not penalty_first:
+            sum(term() for term in terms).backward()
+            continue
+        model.zero_grad()
+        with pytest.raises(RuntimeError, match=r"reads the sharded parameter 'weight' itself"):
+            sum(term() for term in reversed(terms)).backward()
+
+
 @pytest.mark.parametrize("driver", DRIVERS)
 @distributed(2)
 def test_writing_a_parameter_in_forward_is_refused_by_name(driver: str) -> None:
