@@ -219,7 +219,7 @@ class GroupReduction(GroupUnsharding):
 
         See `GroupContext.zeros_missing_gradients`. Nothing happens for a frozen group.
         """
-        if self._gradient is None:
+        if not self.requires_grad:
             return
         with without_autograd():
             partial, self._withheld = self._withheld, None

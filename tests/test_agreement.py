@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from compile_fsdp import fully_shard, microbatch, zero_missing_gradients
+from compile_fsdp.runtime import collectives
 from compile_fsdp.runtime.agreement import TIMEOUT_VARIABLE, Agreement, agreement_of
 from tests.distributed import RankFailure, distributed, run
 from tests.models import WIDTH, Block, LanguageModel, language_batches
@@ -390,6 +391,24 @@ def test_a_rank_without_gradients_of_a_whole_unit_contributes_zeros(driver: str)
     sum(plain(xs[0]) + plain(xs[1])[:1]).div(2).backward()
     sum(call(xs[dist.get_rank()])[: 2 - dist.get_rank()]).backward()
     assert_gradients_close(sharded, plain)
+
+
+@DRIVERS
+@distributed(2)
+def test_frozen_units_contribute_no_zeros(driver: str) -> None:
+    """Neither one that was always frozen nor one that was trained before."""
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+    model[0].requires_grad_(False)
+    for each in (*model, model):
+        fully_shard(each, cpu_mesh())
+    zero_missing_gradients(model)
+    call = drive(model, driver)
+    for labels in (["1", "2"], ["2"]):
+        with collectives.recorded() as records:
+            call(torch.randn(2, 4)).sum().backward()
+        assert sorted(each.label for each in records if each.kind == "reduce_scatter") == labels
+        model.zero_grad()
+        model[1].requires_grad_(False)
 
 
 @distributed(2)
