@@ -142,9 +142,7 @@ class FsdpParameterGroup(GroupReduction):
         self._owners = owners_of(originals, placements, parameter_to_owner, mesh)
         smallest = precision.smallest_itemsize(self.dtype)
         alignment = max(1, ALIGNMENT_BYTES // smallest)
-        if quantized:
-            # Scales are a byte for 32 elements.
-            alignment = BLOCK * ALIGNMENT_BYTES
+        # Blocks of 32 rows of 32 columns or more: at least 32 scales, a byte each, and so aligned.
         blocks = [BlockAtomic(BLOCK)] if quantized else []
         self.layout = make_layout(
             [tuple(original.shape) for original in originals],

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement
 from torch.utils.checkpoint import checkpoint
 
-from compile_fsdp import BlockAtomic, MixedPrecisionPolicy, Placements
+from compile_fsdp import BlockAtomic, MixedPrecisionPolicy, Placements, ShardLayout, fully_shard
 from compile_fsdp.passes.pipeline import compile_with_aot_eager
 from compile_fsdp.passes.policy import Policy
 from compile_fsdp.runtime.collectives import CollectiveRecord, recorded
@@ -32,7 +32,7 @@ from compile_fsdp.runtime.planes import PlaneUnit
 from compile_fsdp.runtime.quantized_linear import linear_in_graph
 from compile_fsdp.runtime.recording import recorded_groups
 from tests.distributed import distributed
-from tests.quantized import RECOMPUTES_IN_GRAPHS
+from tests.quantized import MXFP8, RECOMPUTES_IN_GRAPHS
 
 WIDTH, HIDDEN, BLOCKS, STEPS = 32, 96, 2, 3
 
@@ -281,12 +281,16 @@ def test_a_step_writes_the_weight_itself_only_for_who_reads_it() -> None:
     assert torch.equal(group.model_weight.local, group.main_weight.local.to(torch.bfloat16))
 
 
+@pytest.mark.parametrize("layout", list(ShardLayout))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @distributed(3)
-def test_data_and_scales_are_aligned(dtype: torch.dtype) -> None:
+def test_data_and_scales_are_aligned(dtype: torch.dtype, layout: ShardLayout) -> None:
     """Every tensor and every rank's segment, for NCCL's fast path and vector loads."""
     mesh = init_device_mesh("cpu", (3,))
-    group = ShardedBlock(Block().to(dtype), "block", Placements.zero3(mesh), mesh).group
+    sizes = ((32, 32), (32, 96), (96, 32))
+    model = nn.Sequential(*(nn.Linear(*each, bias=False) for each in sizes)).to(dtype)
+    fully_shard(model, mesh, None, MXFP8, shard_layout=layout)
+    (group,) = model.fsdp_parameter_groups
     for planes in group.planes:
         assert all(offset % 16 == 0 for offset in planes.info.offsets)
     assert all(start % (32 * 16) == 0 for start in group.layout.rank_to_offset)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from compile_fsdp import MixedPrecisionPolicy, fully_shard
 from compile_fsdp.runtime.mxfp8 import DATA_DTYPE, SCALE_DTYPE, dequantize, quantize
@@ -117,12 +118,18 @@ def test_a_linear_layer(device_with_products: list[tuple[int, ...]]) -> None:
     assert device_with_products == [(64, 96, 64), (64, 64, 96)]
 
 
-def test_no_planes_are_read_for_a_gradient_that_nobody_wants() -> None:
+def test_nothing_is_done_for_a_gradient_that_nobody_wants() -> None:
     weight = nn.Parameter(torch.randn(96, 64))
-    planes = quantize(weight.detach())
-    y = linear_with_planes(torch.ones(2, 64), weight, None, lambda: planes, lambda: 1 / 0)
+    planes = [quantize(weight.detach(), columnwise=each) for each in (False, True)]
+    y = linear_with_planes(torch.ones(2, 64), weight, None, lambda: planes[0], lambda: 1 / 0)
     y.sum().backward()
     assert torch.equal(weight.grad, torch.full((96, 64), 2.0))
+    weight.requires_grad_(False)
+    x = torch.ones(2, 64, requires_grad=True)
+    y = linear_with_planes(x, weight, None, lambda: planes[0], lambda: planes[1])
+    with FlopCounterMode(display=False) as counter:
+        y.sum().backward()
+    assert counter.get_total_flops() == 2 * 2 * 64 * 96, "one product"
 
 
 def test_autocast_decides_the_dtype(device_with_products: list[tuple[int, ...]]) -> None:
