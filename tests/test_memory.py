@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
 
 from compile_fsdp.runtime.arena import Place
+from compile_fsdp.runtime.context import GroupContext
 from compile_fsdp.runtime.memory import COMPUTE, Memory, MemoryEvent
-from compile_fsdp.runtime.streams import Lane, make_lane
+from compile_fsdp.runtime.recording import Recorder
+from compile_fsdp.runtime.streams import Lane, lanes_made_by, make_lane
 
 CPU = torch.device("cpu")
 GATHER = make_lane(CPU, "gather")
 REDUCE = make_lane(CPU, "reduce_inner")
+ON_CPU = {name: make_lane(CPU, name) for name in ("gather", "reduce_inner", "reduce_outer")}
+
+
+def make_recorded(name: str) -> Lane:
+    return Recorder().make_lane(name)
+
+
+def make_on_cpu(name: str) -> Lane:
+    return ON_CPU[name]
 
 
 @pytest.fixture
@@ -184,6 +195,22 @@ def test_bytes_that_are_taken_in_inference_mode_are_written_outside_of_it(static
     again = floats(static, 8)
     assert again is tensor
     again.fill_(1)
+
+
+@pytest.mark.parametrize(("make", "taken"), [(make_recorded, 3), (make_on_cpu, 1)])
+def test_what_is_sent_lies_where_the_next_but_one_before_lay(
+    make: Callable[[str], Lane], taken: int
+) -> None:
+    """Where nobody knows whether a lane has read it, two are in flight; else the last one is
+    done with before the next one takes memory."""
+    with lanes_made_by(make):
+        context = GroupContext(CPU)
+        context.is_driven = context.memory.is_static = True
+        for _ in range(5):
+            context.settle_reductions()
+            context.note_reduction((), floats(context.memory, 8))
+    context.wait_for_reductions()
+    assert (context.memory.allocations, context.memory.live_bytes) == (taken, 0)
 
 
 # The arena --------------------------------------------------------------------------------------

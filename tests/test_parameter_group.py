@@ -142,7 +142,9 @@ def test_packed_gradients_are_reduced_like_others(indices: Sequence[int], withhe
             # A graph may still read a gradient that it has handed over.
             for packed, before in handed_over:
                 assert torch.equal(packed.nan_to_num(), before.nan_to_num())
+        assert withheld or group.context.has_reduced(group)
         group.context.end_of_backward()
+        assert not group.context.has_reduced(group)
     plain, by_packing = ([each.sharded.grad for each in group.parameters] for group in groups)
     for one, other, total in zip(plain, by_packing, expected, strict=True):
         assert (one is None) == (other is None)
