@@ -203,6 +203,9 @@ def test_planes_have_storage_of_their_own() -> None:
     assert torch.equal(view.view(torch.uint8), quantize(full[0])[0].view(torch.uint8))
     with pytest.raises(RuntimeError, match=r"dequantize: the columnwise planes .* been released"):
         gathered.dequantize(0, columnwise=True)
+    data, scales = gathered.planes_for(**ROWWISE)
+    scales.release_storage(lane)
+    assert data.has_storage and not gathered.is_rowwise_unsharded
     gathered.release_storage(lane, **ROWWISE)
     assert lane.memory.live_bytes == 0
     gathered.reallocate_storage(**COLUMNWISE)

@@ -35,6 +35,7 @@ def test_what_is_gathered_when_it_is_read() -> None:
     both = pair(make=PartsCalled)
     with recorded() as forward:
         loss = both.model(batches(1)[0])
+    assert_nothing_left(both.model)
     with recorded() as backward:
         loss.backward()
     assert gathered(forward, "columnwise") == gathered(backward, "rowwise") == 0
