@@ -266,6 +266,22 @@ def test_who_reads_planes_without_waiting_races() -> None:
 
 
 @distributed(2)
+def test_planes_that_are_older_than_a_step_are_gathered_anew() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    group = ShardedBlock(Block(), "block", Placements.zero3(mesh), mesh).group
+    for phase, planes in zip((Phase.FORWARD, Phase.BACKWARD), group.planes, strict=True):
+        group.unshard_parameters(phase)
+        group.wait_for_unshard(phase)
+        before = planes.full_planes(1)[1].clone()
+        with torch.no_grad():
+            group.main_weight.local.mul_(2.0)
+        group.sync_model_weight_from_main_weight()
+        group.unshard_parameters(phase)
+        group.wait_for_unshard(phase)
+        assert torch.equal(planes.full_planes(1)[1], before + 1), "exponents"
+
+
+@distributed(2)
 def test_a_step_writes_the_weight_itself_only_for_who_reads_it() -> None:
     mesh = init_device_mesh("cpu", (2,))
     block = Block().to(torch.bfloat16)
