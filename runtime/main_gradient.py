@@ -121,7 +121,8 @@ class MainGradient:
             self._stale = False
             self._carry = None
         else:
-            self._leave_to_the_user(missing)
+            if not lane.memory.is_static:
+                self._leave_to_the_user(missing)
             if self._stale:
                 self._set_finished_aside(missing, lane.memory)
         lane.wait_current()
@@ -227,11 +228,11 @@ class MainGradient:
 
     def _leave_to_the_user(self, dropped: Sequence[int]) -> None:
         """Who drops some gradients (a hook does, or one of two optimizers) may have kept them: they
-        get memory of their own, for their place is about to be used again. In static memory they
-        are overwritten, as all are."""
+        get memory of their own, for their place is about to be used again. (In static memory they
+        are overwritten, as all are: captured graphs remember them.)"""
         for index in dropped:
             gradient = self._bound.pop(index, None)
-            if isinstance(gradient, DTensor) and self._static is None:
+            if isinstance(gradient, DTensor):
                 local = local_of(gradient)
                 local.data = local.clone()
 

@@ -407,6 +407,10 @@ def test_a_gradient_that_the_user_kept_is_overwritten_and_one_put_back_is_not() 
     call(*batch).backward()
     torch.testing.assert_close(full(parameter.grad), 2 * once, rtol=0, atol=0)
     assert parameter.grad.to_local().data_ptr() == kept.to_local().data_ptr()
+    kept, parameter.grad = parameter.grad, None  # this one alone
+    call(*batch).backward()
+    assert torch.equal(full(parameter.grad), once) and torch.equal(full(kept), once)
+    assert parameter.grad.to_local().data_ptr() == kept.to_local().data_ptr()
 
 
 @distributed(2)
