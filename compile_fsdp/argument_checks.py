@@ -35,9 +35,19 @@ def check_types(
         ("mixed_precision_policy", policy, MixedPrecisionPolicy, True),
     ):
         if not isinstance(value, expected) and not (optional and value is None):
+            found = type(value).__name__
+            if found == expected.__name__:  # FSDP2's policy has the same name
+                found = f"{type(value).__module__}.{found}; pass compile_fsdp.{found}"
             raise TypeError(
                 f"fully_shard: {name} must be a {expected.__name__}"
-                f"{' or None' if optional else ''}, got {type(value).__name__}"
+                f"{' or None' if optional else ''}, got {found}"
+            )
+    for below in module.modules():
+        if isinstance(below, nn.parallel.DistributedDataParallel):
+            raise TypeError(
+                "fully_shard: this module has a DistributedDataParallel, which would reduce "
+                "gradients a second time; shard what it wraps (its .module) and leave it out, for "
+                "sharding reduces gradients over the mesh"
             )
 
 

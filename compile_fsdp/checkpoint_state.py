@@ -12,7 +12,7 @@ read into them and allocates, `commit` writes.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -107,6 +107,16 @@ class ModelState:
         pieces = self.pieces()
         return {**pieces, **{name: Value(value) for name, (_, value) in self._extra.items()}}
 
+    def _check_not_nested(self, name: str, others: Sequence[str]) -> None:
+        nested = next((key for key in others if key.endswith(f".{name}")), None)
+        if nested is not None:
+            raise ValueError(
+                f"the checkpoint is of another model: expected {name!r}, found {nested!r}. It was "
+                "saved from a module around this one, or below a key (dcp.save({'model': ...})): "
+                "load it as it was saved, there with get_state_dict, dcp.load and set_state_dict "
+                "of torch.distributed.checkpoint"
+            )
+
     def plan(self, metadata: Metadata, *, convert_dtypes: bool) -> dict[str, Piece | Value]:
         """What to read.
 
@@ -119,6 +129,7 @@ class ModelState:
         for name in (*self._tensors, *self._extra):
             if name not in saved:
                 others = [key for key in saved if not is_optimizer_key(key)]
+                self._check_not_nested(name, others)
                 raise ValueError(
                     f"the checkpoint is of another model: expected {name!r}, found "
                     f"{len(others)} other names{f' like {others[0]!r}' if others else ''}; "

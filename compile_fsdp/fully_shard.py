@@ -269,7 +269,8 @@ def _owned_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
             raise ValueError(
                 f"parameter {fqn!r} is already owned by the FSDP module at "
                 f"{group.label!r} (as {group.parameters_by_tensor[parameter].fqns[0]!r}): a tied "
-                "or shared parameter must have one owner. Call fully_shard on a common parent "
+                "or shared parameter must have one owner, and children are sharded before their "
+                "parents. Call fully_shard on a common parent "
                 "instead of on the module that owns it now"
             )
     if not owned and not children and not isinstance(module, FsdpModule):

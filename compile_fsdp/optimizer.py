@@ -50,8 +50,8 @@ def fully_shard_optimizer(
 
     Raises:
         TypeError: not a ``torch.optim.Optimizer``.
-        ValueError: none of its parameters is sharded, it has been prepared already, or a unit of
-            ``local`` is split.
+        ValueError: none of its parameters is sharded, one is as it was before ``fully_shard``, it
+            has been prepared already, or a unit of ``local`` is split.
         NotImplementedError: later, by ``step(closure)``.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -68,6 +68,7 @@ def fully_shard_optimizer(
             f"no parameter of this {type(optimizer).__name__} is sharded; build the optimizer "
             "from model.parameters() after fully_shard"
         )
+    _check_sharded_forms(optimizer)
     local_step = None if local is None else LocalStep(local)
     if local_step is not None:
         local_step.check(optimizer)
@@ -79,6 +80,24 @@ def fully_shard_optimizer(
     optimizer.register_load_state_dict_post_hook(cut_state_like_parameters)
     setattr(optimizer, _HOOKS_ATTRIBUTE, hooks)
     _restore_when_a_step_raises(optimizer, hooks)
+
+
+def _check_sharded_forms(optimizer: torch.optim.Optimizer) -> None:
+    """No step writes the full form of a parameter: it would change nothing, and say nothing."""
+    full: dict[FsdpParameterGroup, dict[int, str]] = {}
+    for parameter in _parameters(optimizer):
+        group = get_containing_parameter_group(parameter)
+        if group is None:
+            continue
+        if group not in full:
+            full[group] = {id(each.unsharded): each.fqns[0] for each in group.parameters}
+        name = full[group].get(id(parameter))
+        if name is not None:
+            raise ValueError(
+                f"this {type(optimizer).__name__} was built before fully_shard: expected the "
+                f"sharded parameter {name!r} that model.parameters() has now, found the full one, "
+                "which no step updates; build the optimizer after the last call of fully_shard"
+            )
 
 
 def _restore_when_a_step_raises(optimizer: torch.optim.Optimizer, hooks: _StepHooks) -> None:

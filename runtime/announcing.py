@@ -11,6 +11,8 @@ the number that NCCL's watchdog and its flight recorder have for it.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import logging
 import os
 import time
@@ -38,6 +40,25 @@ _log.setLevel(logging.WARNING)
 if os.environ.get(LOG_VARIABLE, "0") != "0":
     _log.setLevel(logging.DEBUG)
     _log.addHandler(logging.StreamHandler())
+
+
+# At exit, for threads that a busy machine does not run at once.
+_LAST_MOMENT = 0.2
+
+
+@functools.cache
+def _expect_exit() -> None:
+    """Have gloo's threads let go of what they sent before the interpreter goes.
+
+    They do it a moment after somebody has waited for it, and need the interpreter to. One that
+    comes too late aborts the process, where the script has not destroyed its process groups.
+    """
+
+    def leave() -> None:
+        if dist.is_initialized():
+            time.sleep(_LAST_MOMENT)
+
+    atexit.register(leave)
 
 
 class Works:
@@ -78,6 +99,7 @@ def in_agreement(
             return None
         if device.type == "cuda":
             return _DeviceWork(work, agreement, step, group)
+        _expect_exit()
         works = work.works if isinstance(work, Works) else [work]
         watched = [
             _WatchedWork(cast(dist.Work, each), agreement, step, position, group) for each in works

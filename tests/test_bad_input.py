@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy as FSDP2Policy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from compile_fsdp import (
@@ -156,6 +157,11 @@ def test_owners(options: dict[str, Any], error: type[Exception], reason: str) ->
         ({"placements": (S,)}, TypeError, "placements must be a Placements or None, got tuple"),
         ({"mixed_precision_policy": "bf16"}, TypeError, "must be a MixedPrecisionPolicy or None"),
         (
+            {"mixed_precision_policy": FSDP2Policy()},
+            TypeError,
+            r"got torch\.distributed\.\S+\.MixedPrecisionPolicy; pass compile_fsdp.MixedPrec",
+        ),
+        (
             {"use_symm_mem": "yes"},
             TypeError,
             "use_symm_mem must be True, False or 'if_available', g",
@@ -174,6 +180,15 @@ def test_options(options: dict[str, Any], error: type[Exception], reason: str) -
     with pytest.raises(error, match=reason):
         fully_shard(sharded, cpu_mesh(), **options)
     assert type(sharded) is nn.Sequential
+
+
+@distributed(2)
+def test_wrapped_in_ddp() -> None:
+    wrapped = nn.parallel.DistributedDataParallel(model())
+    for module in (wrapped, nn.Sequential(wrapped)):
+        with pytest.raises(TypeError, match=r"DistributedDataParallel.*\(its \.module\)"):
+            fully_shard(module, cpu_mesh())
+    assert type(wrapped.module) is nn.Sequential
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

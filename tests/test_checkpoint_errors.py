@@ -121,6 +121,10 @@ class Untied(Zoo):
     [
         (Renamed, r"expected 'tint', found \d+ other names like"),
         (Bigger, "expected 'more', found"),
+        (
+            lambda: Zoo().head,
+            r"expected '\w+', found '\w+\.\w+'\. It was saved from a module around",
+        ),
         (Smaller, "expected no 'unused', which the model does not have, found it"),
         (Reshaped, r"expected 'unused' of shape \(2, 3\), found \(3, 2\)"),
     ],

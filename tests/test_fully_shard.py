@@ -221,6 +221,20 @@ def test_optimizer_hooks_cast_restore_and_refresh() -> None:
 
 
 @distributed(2)
+def test_an_optimizer_from_before_is_refused() -> None:
+    """It would step parameters that nobody reads: between two calls, those of the second one."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    before = torch.optim.SGD(model.parameters(), lr=0.5)
+    fully_shard(model[0], cpu_mesh())
+    between = torch.optim.SGD(model.parameters(), lr=0.5)
+    fully_shard(model, cpu_mesh())
+    for optimizer, name in ((before, "weight"), (between, "1.weight")):
+        with pytest.raises(ValueError, match=f"before fully_shard: .*parameter '{name}'"):
+            fully_shard_optimizer(optimizer)
+    fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+
+
+@distributed(2)
 def test_model_weights_are_refreshed_without_prepared_optimizer_too() -> None:
     policy = MixedPrecisionPolicy(main_grads_dtype=torch.float32)
     model = nn.Linear(4, 4, bias=False).to(torch.bfloat16)
