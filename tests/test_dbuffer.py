@@ -164,13 +164,18 @@ def redistributions(
                 yield old, new, axis
 
 
-@LAYOUTS
-@distributed(1, 2, 3, 4)
-def test_every_redistribution(kind: str) -> None:
+def truths(kind: str) -> Iterator[tuple[DeviceMesh, Truth]]:
+    """Every mesh of this world, and the truth about buffers of one layout on it."""
     ranks = dist.get_world_size()
     for shape in MESHES[ranks]:
         mesh = init_device_mesh("cpu", shape)
-        truth = Truth(mesh, layout_of(kind, ranks))
+        yield mesh, Truth(mesh, layout_of(kind, ranks))
+
+
+@LAYOUTS
+@distributed(1, 2, 3, 4)
+def test_every_redistribution(kind: str) -> None:
+    for mesh, truth in truths(kind):
         for old, new, axis in redistributions(mesh.ndim, kind):
             expected = truth.after(old, new, axis)
             source = truth.buffer(old)
@@ -190,10 +195,7 @@ def test_every_redistribution(kind: str) -> None:
 @distributed(2, 4)
 def test_redistribution_in_place(kind: str) -> None:
     """``out`` is a part of the source's storage, or the source a part of the out's."""
-    ranks = dist.get_world_size()
-    for shape in MESHES[ranks]:
-        mesh = init_device_mesh("cpu", shape)
-        truth = Truth(mesh, layout_of(kind, ranks))
+    for mesh, truth in truths(kind):
         for old, new, axis in redistributions(mesh.ndim, kind):
             expected = truth.after(old, new, axis)
             if is_sharded(old[axis]):
@@ -462,10 +464,7 @@ def test_a_piece_without_elements_is_as_real_as_its_buffer(fake_first: bool) -> 
 @distributed(1, 2)
 def test_all_pieces_are_the_pieces_one_by_one(kind: str) -> None:
     """Of the same memory, whatever lies between them."""
-    ranks = dist.get_world_size()
-    for shape in MESHES[ranks]:
-        mesh = init_device_mesh("cpu", shape)
-        truth = Truth(mesh, layout_of(kind, ranks))
+    for mesh, truth in truths(kind):
         olds = {old for old, _, _ in redistributions(mesh.ndim, kind)}
         for buffer in (truth.buffer(old) for old in olds):
             together = buffer.get_local_tensors(range(len(SHAPES)))
