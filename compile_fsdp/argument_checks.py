@@ -42,6 +42,10 @@ def check_types(
                 f"fully_shard: {name} must be a {expected.__name__}"
                 f"{' or None' if optional else ''}, got {found}"
             )
+
+
+def check_wrappers(module: nn.Module) -> None:
+    """Nobody else reduces gradients of ``module``; else a TypeError."""
     for below in module.modules():
         if isinstance(below, nn.parallel.DistributedDataParallel):
             raise TypeError(

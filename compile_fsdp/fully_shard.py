@@ -29,6 +29,7 @@ from .argument_checks import (
     check_kinds,
     check_options,
     check_types,
+    check_wrappers,
 )
 from .context import FsdpContext
 from .eager import install_hooks, watch_gradients
@@ -88,7 +89,7 @@ def fully_shard(
             unless they say so too.
 
     Raises:
-        TypeError: an argument has the wrong type.
+        TypeError: an argument has the wrong type, or a DistributedDataParallel is in ``module``.
         ValueError: ``module`` is sharded already and nothing below it is new, has no parameters
             at all, one of its parameters is owned by another FSDP module, is lazy, sparse or a
             DTensor, or is on another device type than the mesh, the placements do not fit the
@@ -97,6 +98,7 @@ def fully_shard(
             policy names. The module is then exactly as before.
     """
     check_types(module, mesh, placements, mixed_precision_policy)
+    check_wrappers(module)
     check_options(
         grad_scale, shard_layout, parameter_to_owner, use_symm_mem, unify_communication_stream
     )
