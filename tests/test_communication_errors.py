@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,11 +18,11 @@ import torch.distributed as dist
 from torch import nn
 
 from compile_fsdp import fully_shard
-from compile_fsdp.runtime import collectives
+from compile_fsdp.runtime import announcing, collectives
 from compile_fsdp.runtime.agreement import Step
 from compile_fsdp.runtime.announcing import LOG_VARIABLE, in_agreement
 from compile_fsdp.runtime.communication_errors import CommunicationError
-from compile_fsdp.runtime.streams import Waitable
+from compile_fsdp.runtime.streams import Waitable, make_lane
 from tests.distributed import distributed
 from tests.training import cpu_mesh, drive
 
@@ -148,3 +149,23 @@ def test_the_log_is_switched_on_by_its_own_variable(value: str, level: str) -> N
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.stdout.split() == [level, value], done.stderr
+
+
+@distributed(2)
+def test_a_process_gives_gloo_a_moment_at_exit() -> None:
+    """Unless it has destroyed its process groups, which waits for gloo's threads."""
+    announcing._expect_exit.cache_clear()
+    with mock.patch.object(announcing.atexit, "register") as register:
+        lane, output = make_lane(torch.device("cpu"), "gather"), torch.empty(4)
+        for _ in range(2):
+            collectives.all_gather(lane, output, torch.ones(2), dist.group.WORLD)
+            lane.synchronize()
+        ((leave,), _), *others = register.call_args_list
+    announcing._expect_exit.cache_clear()
+    assert not others
+    with mock.patch.object(announcing.time, "sleep") as sleep:
+        leave()
+        assert sleep.call_count == 1
+        dist.destroy_process_group()
+        leave()
+        assert sleep.call_count == 1
